@@ -1,0 +1,284 @@
+"""RunConfig: everything that decides a run, from TOML sections plus flat ``key=value`` overrides."""
+
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ValidationError
+
+from slicewise.catalog.model import first_problem
+from slicewise.errors import UserError, did_you_mean
+
+AXES = ("data", "fsdp", "tensor")  # mesh axes, slowest first; each has an ici_ and a dcn_ key
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+Degree = typing.Annotated[int, Field(ge=-1)]  # of parallelism: -1 fills what the other axes leave
+
+
+class Run(Part):
+    run_name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the run's folder under output_directory."""
+    output_directory: str = "runs"
+    """Where runs are kept: a local path, or any URL that the checkpoint library writes (gs://...)."""
+    steps: PositiveInt = 100
+    """Optimiser steps of the whole run."""
+    seed: NonNegativeInt = 0
+    """Decides the initial weights and the order of the data."""
+
+
+class Model(Part):
+    model: str = "demo-1m"
+    """A catalog name, a ModelSpec .toml, or a Hugging Face config.json."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of activations and matrix products; weights and optimiser state stay float32."""
+    remat_policy: Literal["none", "full"] = "none"
+    """Activations recomputed in the backward pass: none, or everything inside a layer."""
+    z_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the squared log-normaliser in the loss."""
+
+
+class Data(Part):
+    dataset: Literal[
+        "python-stdlib", "text", "jsonl", "parquet", "arrayrecord", "huggingface", "synthetic"
+    ] = "python-stdlib"
+    """Kind of source; the default is the source text of the running Python's standard library."""
+    dataset_path: str = ""
+    """File, directory or glob of the source; for huggingface the dataset's name."""
+    text_field: str = "text"
+    """Field of a record that holds the text."""
+    tokenizer: str = "bytes"
+    """'bytes', a tokenizer.json, or a SentencePiece .model."""
+    sequence_length: PositiveInt = 256
+    """Tokens a packed sequence."""
+    global_batch_size: PositiveInt = 16
+    """Sequences a step over all devices."""
+    held_out_fraction: float = Field(0.05, ge=0, lt=1)
+    """Share of the documents kept for evaluation and never trained on."""
+
+
+class Parallelism(Part):
+    ici_data_parallelism: Degree = 1
+    ici_fsdp_parallelism: Degree = -1
+    ici_tensor_parallelism: Degree = 1
+    dcn_data_parallelism: Degree = -1
+    dcn_fsdp_parallelism: Degree = 1
+    dcn_tensor_parallelism: Degree = 1
+
+    def degrees(self, network: Literal["ici", "dcn"]) -> dict[str, int]:
+        """The degree asked for on each axis over one network, -1 where it fills."""
+        return {axis: getattr(self, f"{network}_{axis}_parallelism") for axis in AXES}
+
+
+class Optimizer(Part):
+    learning_rate: PositiveFloat = 3e-4
+    """Peak of the schedule."""
+    warmup_steps: NonNegativeInt | None = None
+    """Steps of linear warm-up; by default a twentieth of the run."""
+    final_learning_rate_fraction: float = Field(0.1, ge=0, le=1)
+    """Where the cosine ends, as a share of the peak."""
+    weight_decay: NonNegativeFloat = 0.1
+    adam_b1: float = Field(0.9, ge=0, lt=1)
+    adam_b2: float = Field(0.95, ge=0, lt=1)
+    gradient_clip_norm: NonNegativeFloat = 1.0
+    """Global norm above which gradients are scaled down; 0 = never."""
+
+
+class Checkpoint(Part):
+    checkpoint_every: NonNegativeInt = 100
+    """Steps between checkpoints (one more at the end); 0 = none."""
+    checkpoint_keep: PositiveInt = 3
+    """Newest checkpoints kept."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto continues from the run's newest complete checkpoint; never refuses to touch an existing run."""
+
+
+class Evaluation(Part):
+    eval_every: NonNegativeInt = 0
+    """Steps between evaluations on held-out text (one more at the end); 0 = only at the end."""
+    eval_batches: NonNegativeInt = 8
+    """Batches an evaluation; 0 = no evaluation."""
+
+
+class Metrics(Part):
+    log_every: PositiveInt = 1
+    """Steps between metric records."""
+    tensorboard: bool = True
+    """Write TensorBoard event files beside metrics.jsonl."""
+    profile_from: NonNegativeInt = 0
+    """First step of the profiling window."""
+    profile_steps: NonNegativeInt = 0
+    """Steps of the profiling window; 0 = no profile."""
+
+
+class RunConfig(Part):
+    """One run. Sections of the TOML file are the fields here; every key below them is unique over all sections."""
+
+    run: Run = Run()
+    model: Model = Model()
+    data: Data = Data()
+    parallelism: Parallelism = Parallelism()
+    optimizer: Optimizer = Optimizer()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluation: Evaluation = Evaluation()
+    metrics: Metrics = Metrics()
+
+    @property
+    def directory(self) -> str:
+        """The run's folder: output_directory/run_name."""
+        return f"{self.run.output_directory.rstrip('/')}/{self.run.run_name}"
+
+    @property
+    def warmup_steps(self) -> int:
+        if self.optimizer.warmup_steps is not None:
+            return self.optimizer.warmup_steps
+        return self.run.steps // 20
+
+
+SECTION_OF = {
+    key: section
+    for section, field in RunConfig.model_fields.items()
+    for key in typing.cast(type[Part], field.annotation).model_fields
+}
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    config: RunConfig
+    origins: Mapping[str, str]  # key -> "default", the file's name or "command line"
+
+
+def load_config(path: str | None, overrides: Iterable[str] = ()) -> LoadedConfig:
+    """Reads TOML sections from ``path`` (None = all defaults) and applies ``key=value`` overrides.
+
+    Raises UserError for an unreadable file, an unknown or misplaced key, a wrong type or a value out of range.
+    """
+    sections: dict[str, dict[str, Any]] = {section: {} for section in RunConfig.model_fields}
+    origins = dict.fromkeys(SECTION_OF, "default")
+    for section, values in (_read_toml(path) if path else {}).items():
+        if section not in sections or not isinstance(values, dict):
+            raise UserError(f"{path}: {_misplaced(section)}")
+        for key, value in values.items():
+            if SECTION_OF.get(key) != section:
+                raise UserError(f"{path}: in [{section}]: {_misplaced(key)}")
+            sections[section][key] = value
+            origins[key] = str(path)
+    for override in overrides:
+        key, sign, value = override.partition("=")
+        if not sign or not key:
+            raise UserError(f"'{override}' is not an override; write key=value, such as steps=100.")
+        if key not in SECTION_OF:
+            raise UserError(_misplaced(key))
+        sections[SECTION_OF[key]][key] = _parse(key, value)
+        origins[key] = "command line"
+    try:
+        return LoadedConfig(RunConfig(**typing.cast(Any, sections)), origins)
+    except ValidationError as e:
+        key = e.errors()[0]["loc"][-1]
+        raise UserError(f"{first_problem(e, RunConfig)} (from {origins.get(str(key), 'default')})") from e
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        with Path(path).open("rb") as file:
+            return tomllib.load(file)
+    except OSError as e:
+        raise UserError(f"config file {path}: {e.strerror}.") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f"config file {path} is not TOML: {e}.") from e
+
+
+def _misplaced(key: str) -> str:
+    if key in SECTION_OF:
+        return f"key '{key}' belongs in section [{SECTION_OF[key]}]."
+    known = [*SECTION_OF, *RunConfig.model_fields]
+    return f"unknown key '{key}'.{did_you_mean(key, known)} 'slicewise config' lists all keys."
+
+
+def _parse(key: str, text: str) -> Any:
+    """``text`` as TOML would read it, except that a string needs no quotes."""
+    annotation = _field_type(key)
+    if annotation is str or typing.get_origin(annotation) is Literal:
+        return text
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text  # of the wrong type: validation names the key, the value and what was expected
+
+
+def _field_type(key: str) -> Any:
+    part = typing.cast(type[Part], RunConfig.model_fields[SECTION_OF[key]].annotation)
+    annotation = part.model_fields[key].annotation
+    if isinstance(annotation, types.UnionType):
+        return next(arg for arg in annotation.__args__ if arg is not types.NoneType)
+    return annotation
+
+
+@dataclass(frozen=True)
+class AxisDegrees:
+    """Resolved degrees of parallelism of each axis: no -1 left, products equal the cluster's shape."""
+
+    ici: Mapping[str, int]
+    dcn: Mapping[str, int]
+
+    def total(self, axis: str) -> int:
+        return self.ici[axis] * self.dcn[axis]
+
+
+def resolve_degrees(config: RunConfig, *, num_slices: int, devices_per_slice: int) -> AxisDegrees:
+    """Fills the -1 of each network and checks both products against the cluster.
+
+    Raises UserError when a product differs, with both numbers and the degrees that would fit.
+    """
+    return AxisDegrees(
+        ici=_fill(config, "ici", devices_per_slice, f"{devices_per_slice} devices per slice"),
+        dcn=_fill(config, "dcn", num_slices, f"{num_slices} slices" if num_slices > 1 else "1 slice"),
+    )
+
+
+def _fill(config: RunConfig, network: Literal["ici", "dcn"], size: int, found: str) -> dict[str, int]:
+    degrees = config.parallelism.degrees(network)
+    keys = {axis: f"{network}_{axis}_parallelism" for axis in AXES}
+    if zero := [keys[a] for a, d in degrees.items() if d == 0]:
+        raise UserError(f"{zero[0]} = 0: expected 1 or more, or -1 to fill.")
+    fill = [axis for axis, degree in degrees.items() if degree == -1]
+    if len(fill) > 1:
+        raise UserError(f"{' and '.join(keys[a] for a in fill)} are both -1: only one {network}_ axis may fill.")
+    product = math.prod(d for d in degrees.values() if d != -1)
+    asked = " x ".join(f"{keys[a]}={d}" for a, d in degrees.items() if d not in (1, -1)) or "all axes 1"
+    if (fill and size % product) or (not fill and product != size):
+        relation = "does not divide" if fill else "is not"
+        raise UserError(
+            f"the {network}_ axes multiply to {product} ({asked}), which {relation} the {found} found;"
+            f" these fit (data x fsdp x tensor): {_factorisations(size)}."
+        )
+    return {axis: size // product if degree == -1 else degree for axis, degree in degrees.items()}
+
+
+def _factorisations(size: int, limit: int = 12) -> str:
+    """The factorisations of ``size`` over the axes, the simplest first."""
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    triples = [(a, b, size // (a * b)) for a in divisors for b in divisors if size % (a * b) == 0]
+    triples.sort(key=lambda t: (sum(d > 1 for d in t), t[0], t[2]))
+    shown = ", ".join("x".join(map(str, t)) for t in triples[:limit])
+    return shown + (", ..." if len(triples) > limit else "")
+
+
+def describe(loaded: LoadedConfig) -> Sequence[tuple[str, str, str, str, str]]:
+    """Rows (section, key, value, origin, meaning) of every key, in the order of the sections."""
+    rows = []
+    for section, field in RunConfig.model_fields.items():
+        part = typing.cast(type[Part], field.annotation)
+        for key, info in part.model_fields.items():
+            value = getattr(getattr(loaded.config, section), key)
+            rows.append((section, key, repr(value), loaded.origins[key], info.description or ""))
+    return rows

@@ -1,0 +1,32 @@
+"""The one table of exit codes, and the one exception that speaks to the user."""
+
+import difflib
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How a slicewise process ends. A supervisor decides by these and never by an error's text."""
+
+    DONE = 0
+    INTERNAL = 1  # a defect or a broken environment: neither the config nor the user's input is at fault
+    USER = 2  # a config, argument or input file must change before another try can succeed
+    RESTART = 75  # nothing is wrong with the job: start the whole gang again
+    PREEMPTED = 76  # asked to stop; the state was saved first
+
+
+class UserError(ValueError):
+    """What is wrong (with its value), what was expected, what to do; one or two lines, shown without traceback.
+
+    A broken environment (full disk, no permission) is raised with ``code=ExitCode.INTERNAL``.
+    """
+
+    def __init__(self, message: str, *, code: ExitCode = ExitCode.USER):
+        super().__init__(message)
+        self.code = code
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``" Did you mean 'x'?"`` for the nearest known word, or an empty string when nothing is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean '{near[0]}'?" if near else ""
