@@ -106,12 +106,10 @@ def test_a_row_holds_its_shards_documents_whole(text_config, load):
 
 
 def numbers(loader, batches):
-    """How often each document begins in ``batches`` batches."""
-    tokens = np.concatenate([batch["tokens"].ravel() for batch in take(loader, batches)])
-    text = "".join(chr(t) if t < 256 else "|" for t in tokens)
-    return {
-        int(part[1:].partition(">")[0]) for part in text.split("|") if part.startswith("<") and ">" in part
-    }
+    """The documents that begin in ``batches`` batches and are not cut off at their end."""
+    rows = np.concatenate([batch["tokens"] for batch in take(loader, batches)], axis=1)
+    texts = ["".join(chr(t) if t < 256 else "|" for t in row).rpartition("|")[0] for row in rows]
+    return {int(part[1:].partition(">")[0]) for text in texts for part in text.split("|") if part}
 
 
 def test_training_and_held_out_documents_are_disjoint_and_together_all(text_config, load):
@@ -195,7 +193,9 @@ def test_an_error_of_the_background_surfaces_as_itself_and_stays(text_config, lo
 
 
 def test_an_error_behind_good_batches_comes_after_them(text_config, load, monkeypatch):
-    whole = take(load(text_config(), range(B)), 3)
+    good = load(text_config(), range(B))
+    whole = take(good, 3)
+    good.close()
     packed_next, calls = loader_module.PackedBatches.__next__, iter(range(100))
 
     def fail_at_the_fourth(self):
@@ -214,7 +214,7 @@ def test_a_corpus_shorter_than_one_batch_is_refused_with_both_numbers(config, tm
     for i in range(2):
         (tmp_path / f"{i}.txt").write_text("x" * 98)  # 100 tokens with begin and end
     keys = {"dataset": "text", "dataset_path": tmp_path, "held_out_fraction": 0, "global_batch_size": 4}
-    with pytest.raises(UserError, match="has 200 tokens, fewer than one batch: .* 4 x 51 = 204; lower"):
+    with pytest.raises(UserError, match=r"has 200 tokens, fewer than one batch: .* 4 x 51 = 204; lower"):
         BatchLoader(config(**keys, sequence_length=51), range(4))
     loader = BatchLoader(config(**keys, sequence_length=50), range(4))
     assert next(loader)["tokens"].shape == (4, 50)

@@ -73,5 +73,5 @@ def test_a_row_over_three_documents():
 
 
 def test_a_state_outside_its_document_is_refused():
-    with pytest.raises(UserError, match="token 5 of a document that has only 4.*tokenizer"):
+    with pytest.raises(UserError, match=r"token 5 of a document that has only 4.*tokenizer"):
         rows(RowPacker(stream([4]), (3, 5)), 1, 2)

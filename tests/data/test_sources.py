@@ -42,9 +42,8 @@ def test_the_default_is_the_text_of_the_standard_library(source):
     names = [name for name, _ in stdlib.files]
     assert names == sorted(names)
     assert {"ast.py", "json/decoder.py"} < set(names)
-    assert not [
-        n for n in names if "test/" in n or "tests/" in n or "site-packages" in n or "sysconfigdata" in n
-    ]
+    parts = {part for name in names for part in name.split("/")}
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "__pycache__"}
     assert len(stdlib) > 300
     assert 3e6 < sum(len(document) for document in documents(stdlib)) < 3e7
 
@@ -122,7 +121,7 @@ def test_parquet_is_read_at_random_over_row_groups_and_files(source, tmp_path, m
     found = source("parquet", str(tmp_path))
     assert found.files == [("a.parquet", 7), ("b.parquet", 3)]
     assert [found[i] for i in (9, 0, 6, 2, 8, 0)] == [texts[i] for i in (9, 0, 6, 2, 8, 0)]
-    assert len(found._cache) == (4 if cache else 1)
+    assert len(found._cache) == (3 if cache else 1)
 
 
 def write_array_record(path, records):
@@ -153,12 +152,12 @@ def test_a_saved_hugging_face_dataset_is_read(source, tmp_path):
     assert documents(source("huggingface", str(tmp_path / "split"))) == ["a", "b"]
     with pytest.raises(UserError, match="has no split 'train'"):
         source("huggingface", str(tmp_path / "other"))
-    with pytest.raises(UserError, match="no field 'body'.* Its fields: text, label; set text_field"):
+    with pytest.raises(UserError, match=r"no field 'body'.* Its fields: text, label; set text_field"):
         source("huggingface", str(tmp_path / "one"), text_field="body")
     with pytest.raises(UserError, match="row 0: field 'label' is int, not text"):
         documents(source("huggingface", str(tmp_path / "one"), text_field="label"))
     (tmp_path / "none").mkdir()
-    with pytest.raises(UserError, match="could not be loaded: Directory .*none"):
+    with pytest.raises(UserError, match=r"could not be loaded: Directory .*none"):
         source("huggingface", str(tmp_path / "none"))
 
 
@@ -197,13 +196,13 @@ def test_a_source_without_documents_is_refused(source, tmp_path):
 @pytest.mark.parametrize(("dataset", "name"), [("text", "a.gz"), ("jsonl", "a.jsonl.zst")])
 def test_compressed_files_are_refused(source, tmp_path, dataset, name):
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UserError, match="is compressed.*decompress it first"):
+    with pytest.raises(UserError, match=r"is compressed.*decompress it first"):
         source(dataset, str(tmp_path / name))
 
 
 def test_text_that_is_not_utf8_is_named_with_its_byte(source, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"line\n" * 20_000 + b"\xff" + b"line\n" * 20_000)
-    with pytest.raises(UserError, match="a.txt: byte 100000 is not UTF-8 text"):
+    with pytest.raises(UserError, match=r"a.txt: byte 100000 is not UTF-8 text"):
         documents(source("text", str(tmp_path / "a.txt")))
 
 
@@ -238,7 +237,7 @@ def test_a_file_that_became_shorter_is_noticed(source, tmp_path):
         (b'{"text": 5}', "a.jsonl:3: field 'text' is int, not text"),
         (b'{"text": null}', "a.jsonl:3: field 'text' is NoneType, not text"),
         (b'{"text": "ab\\ud800"}', "a.jsonl:3: character 2 of 'text' is half a surrogate pair"),
-        (b'{"text": "\xff"}', "a.jsonl:3: byte 24 is not UTF-8 text"),
+        (b'{"text": "\xff"}', "a.jsonl:3: byte 25 is not UTF-8 text"),
     ],
 )
 def test_a_bad_json_line_is_named_with_its_number(source, tmp_path, line, message):
@@ -251,16 +250,16 @@ def test_bad_parquet_is_named(source, tmp_path):
     path = tmp_path / "a.parquet"
     for content in (b"", b"text", b"PAR1" + b"x" * 100 + b"PAR1"):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="a.parquet is not a Parquet file, or is damaged") as error:
+        with pytest.raises(UserError, match=r"a.parquet is not a Parquet file, or is damaged") as error:
             source("parquet", str(path))
         assert error.value.code == ExitCode.USER
     write_parquet(path, {"body": ["a"], "n": [1]})
-    with pytest.raises(UserError, match="a.parquet has no field 'text'. Its fields: body, n"):
+    with pytest.raises(UserError, match=r"a.parquet has no field 'text'. Its fields: body, n"):
         source("parquet", str(path))
     with pytest.raises(UserError, match="column 'n' holds int64, not text"):
         source("parquet", str(path), text_field="n")
     write_parquet(path, {"text": ["a", None]})
-    with pytest.raises(UserError, match="a.parquet: row 1: field 'text' is NoneType, not text"):
+    with pytest.raises(UserError, match=r"a.parquet: row 1: field 'text' is NoneType, not text"):
         documents(source("parquet", str(path)))
 
 
@@ -271,7 +270,7 @@ def test_damage_inside_a_parquet_file_is_named(source, tmp_path):
     content = bytearray(path.read_bytes())
     content[4:60] = b"\xff" * 56
     path.write_bytes(content)
-    with pytest.raises(UserError, match="a.parquet is not a Parquet file, or is damaged"):
+    with pytest.raises(UserError, match=r"a.parquet is not a Parquet file, or is damaged"):
         documents(found)
 
 
@@ -279,10 +278,10 @@ def test_bad_array_records_are_named(source, tmp_path):
     path = tmp_path / "a.array_record"
     for content in (b"", b"text", os.urandom(200_000)):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="a.array_record is not an ArrayRecord file, or is damaged"):
+        with pytest.raises(UserError, match=r"a.array_record is not an ArrayRecord file, or is damaged"):
             source("arrayrecord", str(path))
     write_array_record(path, [b"ok", b"no\xff"])
-    with pytest.raises(UserError, match="a.array_record: record 1: byte 2 is not UTF-8"):
+    with pytest.raises(UserError, match=r"a.array_record: record 1: byte 2 is not UTF-8"):
         documents(source("arrayrecord", str(path)))
 
 

@@ -148,7 +148,7 @@ def test_an_unknown_kind_is_refused(name):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match="tokenizer.json: No such file") as error:
+    with pytest.raises(UserError, match=r"tokenizer.json: No such file") as error:
         open_tokenizer(str(tmp_path / "tokenizer.json"))
     assert error.value.code == ExitCode.USER
 

@@ -41,15 +41,15 @@ class Orbax:
         """Loads the named arrays. Raises ReadError."""
         ocp = self._module()
         make_noisy = _hide_noise(path)
-        try:
-            with _context(ocp):
-                loaded = ocp.load_checkpointables(path, {STATE: arrays})[STATE]
-            make_noisy()  # not after a failure, which other threads and abandoned tasks will yet report
-            return loaded
-        except Exception as e:
-            cause = reason(e)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            try:
+                with _context(ocp):
+                    loaded = ocp.load_checkpointables(path, {STATE: arrays})[STATE]
+                make_noisy()  # not after a failure, which other threads and abandoned tasks will yet report
+                return loaded
+            except Exception as e:
+                cause = reason(e)
             gc.collect()  # frees the failed tasks, which complain of it: here, where it is hidden
         raise ReadError(cause)
 

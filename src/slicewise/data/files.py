@@ -79,10 +79,13 @@ def reading(path: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as e:
-        raise UserError(f"{e.filename or path}: {e.strerror}.") from e
+        raise UserError(f"{e.filename or path}: {_reason(e)}.") from e
     except OSError as e:
-        message = f"{e.filename or path}: {e.strerror or e}."
-        raise UserError(message, code=ExitCode.INTERNAL) from e
+        raise UserError(f"{e.filename or path}: {_reason(e)}.", code=ExitCode.INTERNAL) from e
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 def read_bytes(path: str, start: int, length: int) -> bytes:

@@ -25,7 +25,7 @@ class BatchLoader:
     """Iterates for ever over batches {tokens, targets, segment_ids, positions}, each int32 [R, T].
 
     ``rows`` are the rows of the global batch this host needs, sorted. Row r is the same whichever host reads
-    it: a function of the dataset, the seed and the step. ``state`` [R, 2] continues behind the loader it is of.
+    it: a function of the dataset, the seed and the step. ``state`` [R, 2] goes on behind the loader it is of.
     ``held_out`` batches do not depend on the seed and always start at the beginning.
     ``vocab_size`` is the number of ids the model knows.
     Raises UserError, also from ``next``, for whatever is wrong with the dataset or the tokenizer.
@@ -45,31 +45,20 @@ class BatchLoader:
         assert 0 <= rows[0] <= rows[-1] < config.data.global_batch_size, rows
         assert state is None or (split == "train" and state.shape == (len(rows), 2)), "one state for each row"
         self._error: Exception | None = None
-        self._prefetching: list[Any] = []
         start = np.zeros((len(rows), 2), np.int64) if state is None else np.array(state, np.int64)
-        if config.data.dataset == "synthetic":
-            self._batches: Any = SyntheticBatches(config, rows, split, start, vocab_size or SYNTHETIC_VOCAB)
-            return
-        from grain.experimental import ThreadPrefetchDatasetIterator
-
-        documents = TokenizedDocuments(config, split, vocab_size)
-        if split == "train" and state is None:
-            _check_one_batch(config, documents)
-        packed = PackedBatches(documents, rows, start, config.data.sequence_length)
-        self._prefetching.append(ThreadPrefetchDatasetIterator(packed, PREFETCHED_BATCHES))
-        self._batches = self._prefetching[0]
+        self._open = [_open_batches(config, rows, split, start, fresh=state is None, vocab_size=vocab_size)]
         # Also for a loader that nobody closed: the library's own clean-up fails while the interpreter exits.
-        weakref.finalize(self, _close, self._prefetching)
+        weakref.finalize(self, _close, self._open)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        assert self._batches is not None, "the loader is closed"
+        assert self._open, "the loader is closed"
         if self._error is not None:
             raise self._error
         try:
-            return next(self._batches)
+            return next(self._open[0])
         except Exception as e:
             self._error = e  # the rows before the fault have moved on: going on would lose their tokens
             raise
@@ -77,18 +66,39 @@ class BatchLoader:
     @property
     def state(self) -> np.ndarray:
         """int64 [R, 2]: documents finished and tokens used of the next, behind the last batch returned."""
-        assert self._batches is not None, "the loader is closed"
-        return self._batches.get_state()["rows"].copy()
+        assert self._open, "the loader is closed"
+        return self._open[0].get_state()["rows"].copy()
 
     def close(self) -> None:
         """Ends the background thread; the loader is of no use afterwards. May be called twice."""
-        self._batches = None
-        _close(self._prefetching)
+        _close(self._open)
 
 
-def _close(prefetching: list[Any]) -> None:
-    while prefetching:
-        prefetching.pop().close()
+def _close(batches: list[Any]) -> None:
+    """Closes what the list holds and drops it: no reference may outlive this."""
+    while batches:
+        batches.pop().close()
+
+
+def _open_batches(
+    config: RunConfig,
+    rows: Sequence[int],
+    split: str,
+    state: np.ndarray,
+    *,
+    fresh: bool,
+    vocab_size: int | None,
+) -> Any:
+    """An iterator over batches with get_state and close."""
+    if config.data.dataset == "synthetic":
+        return SyntheticBatches(config, rows, split, state, vocab_size or SYNTHETIC_VOCAB)
+    from grain.experimental import ThreadPrefetchDatasetIterator
+
+    documents = TokenizedDocuments(config, split, vocab_size)
+    if split == "train" and fresh:
+        _check_one_batch(config, documents)
+    packed = PackedBatches(documents, rows, state, config.data.sequence_length)
+    return ThreadPrefetchDatasetIterator(packed, PREFETCHED_BATCHES)
 
 
 class TokenizedDocuments:
@@ -191,3 +201,6 @@ class SyntheticBatches:
 
     def get_state(self) -> dict[str, np.ndarray]:
         return {"rows": self._state}
+
+    def close(self) -> None:
+        """Nothing runs in the background."""

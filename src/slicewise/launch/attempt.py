@@ -3,6 +3,7 @@
 The first failure in time is the cause; what ends after it is a consequence, noted in one line.
 """
 
+import re
 import signal
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ FAILURE_GRACE_S = 3.0  # for the others after a failure: most can only hang or a
 PREEMPTED_GRACE_S = 30.0  # after one that saved its state: the others take part in the same save
 DONE_GRACE_S = 600.0  # after the first that finished: longer than JAX's own shutdown barrier (300 s)
 STOP_GRACE_S = 60.0  # after SIGTERM, to agree on a step and save it
+_CHATTER = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")  # no switch turns it off; logs keep it
 _ORDERLY = (ExitCode.RESTART, ExitCode.PREEMPTED)
 
 
@@ -108,7 +110,9 @@ class Attempt:
                     self._on_signal(number)
 
     def _print_lines(self, child: Child, lines: Sequence[str]) -> None:
-        self.display.print("\n".join(child.prefix + line for line in lines))
+        shown = [child.prefix + line for line in lines if not _CHATTER.match(line)]
+        if shown:
+            self.display.print("\n".join(shown))
 
     def _on_event(self, child: Child, event: dict[str, Any]) -> None:
         if event.get("event") == "error":

@@ -71,7 +71,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": loss,
-            "gradient_norm": optax.global_norm(grads),
+            "gradient_norm": optax.tree.norm(grads),
             "learning_rate": learning_rate(state.step),
         }
         return TrainState(state.step + 1, params, opt_state), metrics
