@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slicewise.config import AXES, SECTION_OF, RunConfig, describe, load_config, resolve_degrees, with_overrides
+from slicewise.config import (
+    AXES,
+    SECTION_OF,
+    RunConfig,
+    describe,
+    load_config,
+    resolve_degrees,
+    with_overrides,
+)
 from slicewise.errors import UserError
 
 
@@ -18,7 +26,11 @@ def test_file_then_overrides_and_origins(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[run]\nsteps = 7\nseed = 3\n[optimizer]\nlearning_rate = 1\n")
     loaded = load_config(str(path), ["steps=9", "run_name=a.b", "tensorboard=false"])
-    assert (loaded.config.run.steps, loaded.config.run.seed, loaded.config.optimizer.learning_rate) == (9, 3, 1.0)
+    assert (loaded.config.run.steps, loaded.config.run.seed, loaded.config.optimizer.learning_rate) == (
+        9,
+        3,
+        1.0,
+    )
     assert loaded.config.metrics.tensorboard is False
     assert loaded.origins["steps"] == "command line"
     assert loaded.origins["seed"] == str(path)

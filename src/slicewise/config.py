@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from pydantic import ValidationError
 
 from slicewise.catalog.model import first_problem
@@ -270,7 +278,9 @@ def _fill(config: RunConfig, network: Literal["ici", "dcn"], size: int, found: s
         raise UserError(f"{zero[0]} = 0: expected 1 or more, or -1 to fill.")
     fill = [axis for axis, degree in degrees.items() if degree == -1]
     if len(fill) > 1:
-        raise UserError(f"{' and '.join(keys[a] for a in fill)} are both -1: only one {network}_ axis may fill.")
+        raise UserError(
+            f"{' and '.join(keys[a] for a in fill)} are both -1: only one {network}_ axis may fill."
+        )
     product = math.prod(d for d in degrees.values() if d != -1)
     asked = " x ".join(f"{keys[a]}={d}" for a, d in degrees.items() if d not in (1, -1)) or "all axes 1"
     if (fill and size % product) or (not fill and product != size):

@@ -21,6 +21,10 @@ def test_value_and_gradients_equal_einsum(x_shape, w_shape, contract, equation):
     x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate((x_shape, w_shape)))
     out = jnp.einsum(equation, x, w)
     weights = jax.random.normal(jax.random.key(2), out.shape)
-    ours = jax.value_and_grad(lambda x, w: (linear(x, w, P(), contract=contract) * weights).sum(), argnums=(0, 1))
+    ours = jax.value_and_grad(
+        lambda x, w: (linear(x, w, P(), contract=contract) * weights).sum(), argnums=(0, 1)
+    )
     theirs = jax.value_and_grad(lambda x, w: (jnp.einsum(equation, x, w) * weights).sum(), argnums=(0, 1))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), ours(x, w), theirs(x, w))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), ours(x, w), theirs(x, w)
+    )

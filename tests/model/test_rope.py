@@ -15,7 +15,9 @@ def test_scores_depend_only_on_the_distance(query, key, shift):
 
     def score(a, b):
         def turn(x, position):
-            angles = jnp.full((1, 1), position)[..., None] * rope.frequencies(16, 1e4, None).astype(np.float32)
+            angles = jnp.full((1, 1), position)[..., None] * rope.frequencies(16, 1e4, None).astype(
+                np.float32
+            )
             return rope.rotate(x, (jnp.cos(angles), jnp.sin(angles)))
 
         return float((turn(q, a) * turn(k, b)).sum())

@@ -73,7 +73,9 @@ def test_decoding_token_by_token_gives_the_logits_of_the_whole(family):
     tokens = by_row(np.load(FIXTURES / family / "expected.npz")["input_ids"][:, :24])
     whole, _ = transformer.forward(params, spec, tokens, row_tokens(tokens), dtype=jnp.float32)
     cache = transformer.empty_cache(spec, len(tokens), 32, jnp.float32)
-    step = jax.jit(lambda cache, t, where: transformer.forward(params, spec, t, where, dtype=jnp.float32, cache=cache))
+    step = jax.jit(
+        lambda cache, t, where: transformer.forward(params, spec, t, where, dtype=jnp.float32, cache=cache)
+    )
     prefill, cache = step(cache, tokens[:, :9], row_tokens(tokens[:, :9]))
     np.testing.assert_allclose(prefill, whole[:, :9], atol=2e-5)
     for i in range(9, 24):
@@ -90,7 +92,9 @@ def test_documents_of_a_row_do_not_see_each_other():
     positions = np.concatenate([np.arange(8), np.arange(12)])[None]
     segments = np.repeat([1, 2], [8, 12])[None]
     where = Tokens(by_row(positions), by_row(segments))
-    run = jax.jit(lambda tokens, where: transformer.forward(params, spec, tokens, where, dtype=jnp.float32)[0])
+    run = jax.jit(
+        lambda tokens, where: transformer.forward(params, spec, tokens, where, dtype=jnp.float32)[0]
+    )
     packed = run(tokens, where)
     for part, got in ((first, packed[:, :8]), (second, packed[:, 8:])):
         np.testing.assert_allclose(got, run(part, row_tokens(part)), atol=1e-5)
@@ -107,7 +111,9 @@ def test_remat_changes_no_gradient():
         )
         return token_losses(logits, tokens).mean()
 
-    plain, saved = (jax.jit(jax.grad(lambda p, policy=policy: loss(p, policy)))(params) for policy in ("none", "full"))
+    plain, saved = (
+        jax.jit(jax.grad(lambda p, policy=policy: loss(p, policy)))(params) for policy in ("none", "full")
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), plain, saved)
 
 
@@ -126,11 +132,15 @@ def test_models_that_cannot_be_trained_are_refused_by_name(model):
         transformer.weights(load(model))
 
 
-@pytest.mark.parametrize("model", ["llama3-8b", "llama3-405b", "gpt3-175b", "gemma3-27b", "qwen3-8b", "mistral-7b"])
+@pytest.mark.parametrize(
+    "model", ["llama3-8b", "llama3-405b", "gpt3-175b", "gemma3-27b", "qwen3-8b", "mistral-7b"]
+)
 def test_weights_of_a_catalog_model_count_its_parameters(model):
     from slicewise.costs.params import parameter_count
 
     spec = load(model)
     total = sum(int(np.prod(w.shape)) for w in transformer.leaves(transformer.weights(spec)).values())
-    padding = (transformer.padded_vocab(spec) - spec.vocab) * spec.d_model * (1 if spec.tied_embeddings else 2)
+    padding = (
+        (transformer.padded_vocab(spec) - spec.vocab) * spec.d_model * (1 if spec.tied_embeddings else 2)
+    )
     assert total - padding == parameter_count(spec).total

@@ -21,7 +21,9 @@ def fake(slices, hosts, devices, with_slice_index=False):
                 process = s * hosts + h
                 extra = {"slice_index": s} if with_slice_index else {}
                 made.append(
-                    SimpleNamespace(id=process * devices + d, process_index=process, platform="cpu", s=s, **extra)
+                    SimpleNamespace(
+                        id=process * devices + d, process_index=process, platform="cpu", s=s, **extra
+                    )
                 )
     return made
 

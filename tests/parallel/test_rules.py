@@ -9,7 +9,11 @@ from slicewise.parallel import rules
     ("degrees", "batch", "message"),
     [
         ({"data": 1, "fsdp": 1, "tensor": 3}, 8, "tensor parallelism 3 does not divide heads = 32"),
-        ({"data": 1, "fsdp": 1, "tensor": 16}, 8, "does not divide kv_heads = 8 of llama3-8b; choose one of 1, 2, 4, 8"),
+        (
+            {"data": 1, "fsdp": 1, "tensor": 16},
+            8,
+            "does not divide kv_heads = 8 of llama3-8b; choose one of 1, 2, 4, 8",
+        ),
         ({"data": 1, "fsdp": 3, "tensor": 1}, 6, "fsdp parallelism 3 does not divide d_model = 4096"),
         ({"data": 4, "fsdp": 2, "tensor": 1}, 12, "global_batch_size = 12 .* = 8; use 8 or 16"),
         ({"data": 4, "fsdp": 4, "tensor": 1}, 8, "use 16"),

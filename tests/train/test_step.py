@@ -15,7 +15,10 @@ LAYOUTS = {
     "tensor": (1, ["ici_tensor_parallelism=2", "ici_data_parallelism=4"]),
     "fsdp x tensor": (1, ["ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"]),
     "dcn data x ici fsdp": (2, ["dcn_data_parallelism=2", "ici_fsdp_parallelism=4"]),
-    "dcn fsdp x ici tensor": (4, ["dcn_data_parallelism=1", "dcn_fsdp_parallelism=4", "ici_tensor_parallelism=2"]),
+    "dcn fsdp x ici tensor": (
+        4,
+        ["dcn_data_parallelism=1", "dcn_fsdp_parallelism=4", "ici_tensor_parallelism=2"],
+    ),
 }
 
 
@@ -82,7 +85,9 @@ def test_training_learns_the_batch_it_sees():
 def test_first_weights_do_not_depend_on_the_layout():
     one, many = (
         build_train_step(c, build_mesh(c, devices(n)))
-        for c, n in ((load_config(None, [*TINY, *o]).config, n) for o, n in (([], 1), (LAYOUTS["fsdp x tensor"][1], 8)))
+        for c, n in (
+            (load_config(None, [*TINY, *o]).config, n) for o, n in (([], 1), (LAYOUTS["fsdp x tensor"][1], 8))
+        )
     )
     with jax.set_mesh(one.mesh):
         a = one.init()
@@ -101,7 +106,9 @@ def test_state_is_sharded_as_announced():
     assert wq.addressable_shards[0].data.size * 8 == wq.size
 
 
-@pytest.mark.parametrize("overrides", [["global_batch_size=6"], ["ici_tensor_parallelism=8", "ici_fsdp_parallelism=1"]])
+@pytest.mark.parametrize(
+    "overrides", [["global_batch_size=6"], ["ici_tensor_parallelism=8", "ici_fsdp_parallelism=1"]]
+)
 def test_what_does_not_divide_is_refused_before_compiling(overrides):
     config = load_config(None, [*TINY, *overrides]).config
     with pytest.raises(UserError, match="does not divide|is not a multiple"):

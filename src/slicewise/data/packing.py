@@ -3,7 +3,7 @@
 Dims: T tokens of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -63,3 +63,15 @@ class RowPacker:
                     f" {len(self._document)}: dataset, tokenizer or seed are not those of the checkpoint."
                 )
         return self._document
+
+
+def rows_of_all(documents: Sequence[np.ndarray], row_length: int) -> Iterator[dict[str, np.ndarray]]:
+    """Every document once, in order, in rows of FIELDS, each int32 [T]; the end of the last row has no targets."""
+    filler = np.full(row_length, -1, np.int32)
+    packer = RowPacker(lambda k: documents[k] if k < len(documents) else filler)
+    while packer.state[0] < len(documents):
+        row = {field: np.empty(row_length, np.int32) for field in FIELDS}
+        packer.fill(*row.values())
+        is_filler = row["tokens"] < 0
+        row["tokens"][is_filler], row["targets"][is_filler], row["segment_ids"][is_filler] = 0, NO_TARGET, 0
+        yield row

@@ -156,7 +156,9 @@ def _check_trainable(spec: ModelSpec) -> None:
         "clamped SwiGLU": spec.activation == "clamped_swiglu",
     }
     if missing := [name for name, present in parts.items() if present]:
-        raise UserError(f"{spec.name} has {missing[0]}, which can be planned but not trained; use a dense model.")
+        raise UserError(
+            f"{spec.name} has {missing[0]}, which can be planned but not trained; use a dense model."
+        )
 
 
 def init(spec: ModelSpec, key: jax.Array) -> Params:
@@ -210,10 +212,14 @@ def _weights_in(dtype: jnp.dtype) -> Callable[..., jax.Array]:
     return lambda w, *dims: gathered(w.astype(dtype), *dims)
 
 
-def _embed(params: Params, spec: ModelSpec, tokens_BT: jax.Array, where: Tokens, weight: Callable) -> jax.Array:
+def _embed(
+    params: Params, spec: ModelSpec, tokens_BT: jax.Array, where: Tokens, weight: Callable
+) -> jax.Array:
     activation = partition("batch", "sequence", "activation")
     # A vocabulary-sharded table is gathered whole once a step: a lookup by one-hot product would cost more FLOPs.
-    table_VD = jax.sharding.reshard(weight(params.embed, "vocab", "embed"), partition("activation", "activation"))
+    table_VD = jax.sharding.reshard(
+        weight(params.embed, "vocab", "embed"), partition("activation", "activation")
+    )
     x_BTD = table_VD.at[tokens_BT].get(out_sharding=activation)
     if spec.embedding_scale:
         x_BTD = x_BTD * jnp.asarray(math.sqrt(spec.d_model), x_BTD.dtype)

@@ -83,7 +83,9 @@ def by_slice(
     shown = ", ".join(f"slice {index}: {count}" for index, count in counts.items())
     wanted = expected or emulated or 1 + max(counts)
     if sorted(counts) != list(range(wanted)):
-        raise UserError(f"expected slices 0 to {wanted - 1}, found {shown} (devices); a slice is absent or extra.")
+        raise UserError(
+            f"expected slices 0 to {wanted - 1}, found {shown} (devices); a slice is absent or extra."
+        )
     if len(set(counts.values())) > 1:
         raise UserError(f"slices differ in size ({shown} devices); all slices of a run must be of one type.")
     array = np.empty((len(counts), counts[0]), dtype=object)

@@ -15,8 +15,11 @@ def local_rows(step: TrainStep) -> list[int]:
     tokens = step.abstract_batch["tokens"]
     rows = tokens.shape[0]
     return sorted(
-        {row for index in tokens.sharding.addressable_devices_indices_map(tokens.shape).values()
-         for row in range(*index[0].indices(rows))}
+        {
+            row
+            for index in tokens.sharding.addressable_devices_indices_map(tokens.shape).values()
+            for row in range(*index[0].indices(rows))
+        }
     )
 
 

@@ -73,9 +73,7 @@ def build_generate_step(spec: ModelSpec, mesh: Mesh, dtype: jnp.dtype) -> Genera
         return run(params, cache, tokens_B1, positions_B1, jnp.zeros_like(positions_B))
 
     with jax.set_mesh(mesh):
-        return GenerateStep(
-            jax.jit(prefill, static_argnums=3), jax.jit(decode, donate_argnums=1)
-        )
+        return GenerateStep(jax.jit(prefill, static_argnums=3), jax.jit(decode, donate_argnums=1))
 
 
 def draw(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:

@@ -176,9 +176,7 @@ class _Run:
 
 def mean_loss(config: RunConfig, step: TrainStep, params: Any) -> float:
     """Mean cross-entropy in nats a token over the held-out batches of ``config``."""
-    sums = [
-        step.evaluate(params, batch) for batch in held_out(config, step, config.evaluation.eval_batches)
-    ]
+    sums = [step.evaluate(params, batch) for batch in held_out(config, step, config.evaluation.eval_batches)]
     total, count = (sum(float(s[i]) for s in sums) for i in range(2))
     return total / count
 
@@ -236,5 +234,3 @@ class _Meter:
             self.report({"event": "step", "step": number, "steps": self.config.run.steps, **values})
             if self.writer:
                 self.writer.write(number, values)
-
-

@@ -39,7 +39,9 @@ class TrainStep:
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     init: Callable[[], TrainState]
     update: Callable[[TrainState, dict], tuple[TrainState, dict]]  # donates the state
-    evaluate: Callable[[transformer.Params, dict], tuple[jax.Array, jax.Array]]  # (summed nats, counted tokens)
+    evaluate: Callable[
+        [transformer.Params, dict], tuple[jax.Array, jax.Array]
+    ]  # (summed nats, counted tokens)
 
 
 def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
@@ -53,7 +55,9 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         params = transformer.init(spec, jax.random.key(config.run.seed))
         return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
-    def summed_loss(params: transformer.Params, batch: dict, z_loss_weight: float) -> tuple[jax.Array, jax.Array]:
+    def summed_loss(
+        params: transformer.Params, batch: dict, z_loss_weight: float
+    ) -> tuple[jax.Array, jax.Array]:
         where = Tokens(batch["positions"], batch["segment_ids"])
         logits_BTV, _ = transformer.forward(
             params, spec, batch["tokens"], where, dtype=dtype, remat_policy=config.model.remat_policy

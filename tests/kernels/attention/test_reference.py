@@ -49,9 +49,7 @@ def test_equals_the_definition(heads, window, softcap, cut):
     positions = np.tile(np.concatenate([np.arange(cut), np.arange(10 - cut)]), (2, 1))
     segments = np.tile(np.repeat([1, 2], [cut, 10 - cut]), (2, 1))
     where = Tokens(jnp.asarray(positions), jnp.asarray(segments))
-    got = attention(
-        *map(by_heads, (q, k, v)), where, where, window=window, scale=0.3, softcap=softcap
-    )
+    got = attention(*map(by_heads, (q, k, v)), where, where, window=window, scale=0.3, softcap=softcap)
     expected = by_loops(q, k, v, (positions, segments), (positions, segments), window, 0.3, softcap)
     np.testing.assert_allclose(got, expected, atol=2e-6)
 
@@ -71,4 +69,9 @@ def test_order_of_tokens_is_data():
 
 def test_window_counts_the_token_itself():
     where = Tokens(jnp.arange(4)[None], jnp.ones((1, 4), jnp.int32))
-    assert visible(where, where, 2)[0].astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    assert visible(where, where, 2)[0].astype(int).tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [0, 1, 1, 0],
+        [0, 0, 1, 1],
+    ]

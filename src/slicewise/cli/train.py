@@ -1,88 +1,28 @@
-"""The command line: parses, dispatches, prints. Each verb imports what it needs when it runs."""
+"""The verbs that compute: train, generate, evaluate; and config, which shows what they would do."""
 
 import argparse
-import os
-import sys
-import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slicewise import __version__
-from slicewise.errors import ExitCode, UserError
+from slicewise.cli.verbs import Verbs
+from slicewise.errors import ExitCode
 
 if TYPE_CHECKING:
-    from slicewise.config import LoadedConfig, RunConfig
+    from slicewise.config import AxisDegrees, LoadedConfig, RunConfig
     from slicewise.launch.targets.local import ClusterShape
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit code of errors.ExitCode."""
-    arguments = _parser().parse_args(argv)
-    try:
-        return arguments.verb(arguments) or ExitCode.DONE
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output left, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.DONE
-    except Exception as error:
-        return _fail(error, arguments.debug)
-
-
-def _fail(error: Exception, debug: bool) -> int:
-    """Says what went wrong in a line or two. A rank leaves at once: peers must not wait for it at a barrier."""
-    code = error.code if isinstance(error, UserError) else ExitCode.INTERNAL
-    if isinstance(error, UserError):
-        message = str(error)
-    elif isinstance(error, OSError) and error.strerror:
-        message = f"{error.filename or 'input or output'}: {error.strerror}."
-    else:
-        text = str(error).strip().split("\n")[0]
-        message = f"internal error, {type(error).__name__}: {text} (--debug shows the traceback)"
-    if debug:
-        traceback.print_exception(error)
-    from slicewise.train.progress import emit
-
-    if not emit({"event": "error", "code": int(code), "message": message}):
-        print(f"slicewise: {message}", file=sys.stderr)
-    if "SLICEWISE_PROCESS_ID" in os.environ or "jax" in sys.modules:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="slicewise",
-        description="Plan, prove, run and keep alive LLM training over accelerator slices.",
-        epilog="'slicewise VERB --help' explains a verb. Exit codes: 0 done, 1 internal, 2 wrong input.",
-    )
-    parser.add_argument("--version", action="version", version=f"slicewise {__version__}")
-    parser.set_defaults(debug=False)
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-
-    def add(name: str, verb, help: str) -> argparse.ArgumentParser:
-        sub = verbs.add_parser(name, help=help, description=help)
-        sub.add_argument("--debug", action="store_true", help="show tracebacks")
-        sub.set_defaults(verb=verb)
-        return sub
-
-    def takes_config(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("config", nargs="?", metavar="RUN.toml", help="config file (default: all defaults)")
-        sub.add_argument("overrides", nargs="*", metavar="key=value", help="replace a key of the config")
-
-    sub = add("train", _train, "train a model on the devices of this job, or on an emulated cluster")
-    takes_config(sub)
+def register(verbs: Verbs) -> None:
+    sub = verbs.add("train", _train, "train a model on the devices of this job, or on an emulated cluster")
+    _takes_config(sub)
     local = "emulate a cluster here: slices x hosts per slice x devices per host, such as 2x2x2"
     sub.add_argument("--local", metavar="SxHxD", help=local)
 
-    sub = add("config", _config, "print the resolved config, with where each value came from")
-    takes_config(sub)
+    sub = verbs.add("config", _config, "print the resolved config, with where each value came from")
+    _takes_config(sub)
     sub.add_argument("--local", metavar="SxHxD", help="fill in the -1 of parallelism keys for such a cluster")
 
-    sub = add("generate", _generate, "continue a prompt with a trained model")
+    sub = verbs.add("generate", _generate, "continue a prompt with a trained model")
     sub.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one step: RUN/checkpoints/STEP")
     sub.add_argument("--prompt", action="append", metavar="TEXT", help="repeat for a batch (default: empty)")
     sub.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to add (default 128)")
@@ -91,11 +31,16 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest that sum to P")
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples (default 0)")
 
-    sub = add("evaluate", _evaluate, "loss and perplexity of a trained model on text")
+    sub = verbs.add("evaluate", _evaluate, "loss and perplexity of a trained model on text")
     sub.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one step: RUN/checkpoints/STEP")
     sub.add_argument("--data", metavar="PATH", help="text to score (default: the run's held-out text)")
+    sub.add_argument("--batches", type=int, metavar="N", help="score only the first N batches (default: all)")
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="replace a key of the run's config")
-    return parser
+
+
+def _takes_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", metavar="RUN.toml", help="config file (default: all defaults)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a key of the config")
 
 
 def _load(arguments: argparse.Namespace) -> "LoadedConfig":
@@ -129,7 +74,7 @@ def _train_locally(arguments: argparse.Namespace, config: "RunConfig") -> int:
     return run_local(command, shape, log_directory=config.local_directory / "logs", console=Console())
 
 
-def _degrees(config: "RunConfig", shape: "ClusterShape"):
+def _degrees(config: "RunConfig", shape: "ClusterShape") -> "AxisDegrees":
     from slicewise.config import resolve_degrees
 
     per_slice = shape.hosts_per_slice * shape.devices_per_host
@@ -162,4 +107,6 @@ def _generate(arguments: argparse.Namespace) -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     from slicewise.train.evaluate import evaluate
 
-    print(evaluate(arguments.checkpoint, arguments.data, arguments.overrides))
+    score = evaluate(arguments.checkpoint, arguments.data, arguments.overrides, batches=arguments.batches)
+    print(f"step {score.step}: loss {score.loss:.4f} nats/token, perplexity {score.perplexity:.3f}", end="")
+    print(f", {score.tokens:,} tokens of {score.source}")
