@@ -18,8 +18,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
 )
-from pydantic import ValidationError
 
 from slicewise.catalog.model import first_problem
 from slicewise.errors import UserError, did_you_mean

@@ -14,7 +14,7 @@ from slicewise.errors import ExitCode, UserError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code of errors.ExitCode."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         return arguments.verb(arguments) or ExitCode.DONE
     except KeyboardInterrupt:
@@ -47,6 +47,17 @@ def _fail(error: Exception, debug: bool) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """key=value overrides may stand anywhere, also behind options, where argparse leaves them over."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,7 +3,8 @@
 Dims: T tokens of a row.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -65,7 +66,14 @@ class RowPacker:
         return self._document
 
 
-def rows_of_all(documents: Sequence[np.ndarray], row_length: int) -> Iterator[dict[str, np.ndarray]]:
+class Documents(Protocol):
+    """A finite sequence of documents, each int32 [>= 1]."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int, /) -> np.ndarray: ...
+
+
+def rows_of_all(documents: Documents, row_length: int) -> Iterator[dict[str, np.ndarray]]:
     """Every document once, in order, in rows of FIELDS, each int32 [T]; the end of the last row has no targets."""
     filler = np.full(row_length, -1, np.int32)
     packer = RowPacker(lambda k: documents[k] if k < len(documents) else filler)

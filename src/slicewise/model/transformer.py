@@ -21,17 +21,15 @@ from slicewise.model.linear import linear
 from slicewise.parallel.rules import gathered, partition
 
 
-def _pytree[T](cls: type[T]) -> type[T]:
-    return jax.tree_util.register_dataclass(dataclass(frozen=True)(cls))
-
-
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Norm:
     scale: Any
     bias: Any  # of a layer norm; None for RMS norm
 
 
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Layers:
     """Weights of all layers, each with a leading L; None where the model has no such weight."""
 
@@ -56,7 +54,8 @@ class Layers:
     post_mlp_norm: Any  # Norm, LD
 
 
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Params:
     embed: Any  # VD
     position: Any  # PD, None with rotary positions
@@ -65,7 +64,8 @@ class Params:
     head: Any  # DV, None when tied to embed
 
 
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Cache:
     """Keys and values of the tokens so far, slot = position; filled is the number of slots in use by each row."""
 
@@ -172,7 +172,7 @@ def init(spec: ModelSpec, key: jax.Array) -> Params:
             return weight.std * jax.random.normal(key, weight.shape, jnp.float32, out_sharding=sharding)
         return jnp.full(weight.shape, weight.constant, jnp.float32, out_sharding=sharding)
 
-    return treedef.unflatten([start(w, k) for w, k in zip(layout, keys, strict=True)])
+    return jax.tree.unflatten(treedef, [start(w, k) for w, k in zip(layout, keys, strict=True)])
 
 
 def forward(

@@ -30,7 +30,8 @@ def to_global(step: TrainStep, rows: Sequence[int], local: dict[str, np.ndarray]
     def build(name: str) -> jax.Array:
         abstract, values = step.abstract_batch[name], local[name]
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             wanted = range(*index[0].indices(abstract.shape[0]))
             return values[[place[row] for row in wanted], index[1]]
 

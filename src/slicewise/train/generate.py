@@ -136,12 +136,12 @@ def _continue(
     logits_BV, cache = step.prefill(params, tokens_BT, lengths, int(lengths.max()) + max_tokens)
     new: list[list[int]] = [[] for _ in rows]
     running = np.ones(len(rows), bool)
-    for i in range(max_tokens):
-        drawn_B = np.asarray(choose(logits_BV, jax.random.fold_in(key, i))).astype(np.int32)
+    for count in range(max_tokens):
+        drawn_B = np.asarray(choose(logits_BV, jax.random.fold_in(key, count))).astype(np.int32)
         running &= drawn_B != end_id
-        for row in np.flatnonzero(running):
-            new[row].append(int(drawn_B[row]))
-        if not running.any() or i == max_tokens - 1:
+        for i in np.flatnonzero(running).tolist():
+            new[i].append(int(drawn_B[i]))
+        if not running.any() or count == max_tokens - 1:
             break
-        logits_BV, cache = step.decode(params, cache, drawn_B, (lengths + i).astype(np.int32))
+        logits_BV, cache = step.decode(params, cache, drawn_B, (lengths + count).astype(np.int32))
     return new

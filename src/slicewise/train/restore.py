@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from slicewise.checkpoint.store import CheckpointStore

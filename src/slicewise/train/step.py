@@ -37,8 +37,8 @@ class TrainStep:
     mesh: Mesh
     abstract_state: TrainState  # leaves are ShapeDtypeStruct with sharding
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
-    init: Callable[[], TrainState]
-    update: Callable[[TrainState, dict], tuple[TrainState, dict]]  # donates the state
+    init: Callable[[], TrainState]  # under jax.set_mesh(mesh), as the others
+    update: jax.stages.Wrapped  # (state, batch) -> (state, metrics); donates the state
     evaluate: Callable[
         [transformer.Params, dict], tuple[jax.Array, jax.Array]
     ]  # (summed nats, counted tokens)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from slicewise.kernels.attention.api import Tokens, attention, visible
 from slicewise.parallel.rules import partition
 
-
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
