@@ -1,6 +1,9 @@
 """Every test sees eight CPU devices; the variables must be set before JAX is imported."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +25,34 @@ def one_device():
 
     with jax.set_mesh(build_mesh(RunConfig(), by_slice(jax.devices()[:1]))):
         yield
+
+
+class SlicewiseCommand:
+    """The real command in processes of its own, with one device each unless told otherwise."""
+
+    def __init__(self, cache: Path):
+        self._cache = cache
+
+    def popen(self, *arguments: str, devices: int = 1, env: dict[str, str] | None = None, **options):
+        flags = f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
+        environment = {"JAX_COMPILATION_CACHE_DIR": str(self._cache), "XLA_FLAGS": flags, "COLUMNS": "300"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "slicewise", *map(str, arguments)],
+            env=os.environ | environment | (env or {}),
+            stdin=subprocess.DEVNULL,
+            text=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        )
+
+    def run(self, *arguments: str, timeout_s: float = 120, **options) -> subprocess.CompletedProcess:
+        with self.popen(*arguments, **options) as process:
+            try:
+                out, err = process.communicate(timeout=timeout_s)
+            finally:
+                process.kill()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory):
+    return SlicewiseCommand(tmp_path_factory.mktemp("compiled"))

@@ -41,7 +41,7 @@ class Run(Part):
     """Where runs are kept: a local path, or any URL that the checkpoint library writes (gs://...)."""
     steps: PositiveInt = 100
     """Optimiser steps of the whole run."""
-    seed: NonNegativeInt = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     """Decides the initial weights and the order of the data."""
 
 

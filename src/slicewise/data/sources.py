@@ -23,8 +23,8 @@ from slicewise.config import Data
 from slicewise.data.files import Files, decode_utf8, find_files, read_bytes, reading, walk
 from slicewise.errors import ExitCode, UserError, did_you_mean
 
-PASSAGE_BYTES = 64 * 1024  # of text at least; and PASSAGE_PER_SEQUENCE bytes for every token of a sequence
-PASSAGE_PER_SEQUENCE = 32
+PASSAGE_BYTES = 4096  # of text at least; and PASSAGE_PER_SEQUENCE bytes for every token of a sequence
+PASSAGE_PER_SEQUENCE = 16
 NEWLINE_WINDOW_BYTES = 4096  # how far before its nominal place a passage may be cut at a newline
 SCAN_BYTES = 16 << 20  # read at once to find the lines of a JSON Lines file
 PARQUET_CACHE_BYTES = 512 << 20  # of decoded row groups kept
@@ -75,7 +75,7 @@ def open_source(data: Data) -> Source:
 def passage_bytes(sequence_length: int) -> int:
     """Size of the passages that long text is cut into, a power of two: many sequences fit in one.
 
-    Up to 2048 tokens it does not depend on ``sequence_length``, so neither do the passages held out.
+    Up to 256 tokens it does not depend on ``sequence_length``, so neither do the passages held out.
     """
     return max(PASSAGE_BYTES, 1 << (PASSAGE_PER_SEQUENCE * sequence_length - 1).bit_length())
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.errors import UserError
@@ -19,6 +20,12 @@ from slicewise.kernels.attention.api import Tokens, attention
 from slicewise.model import rope
 from slicewise.model.linear import linear
 from slicewise.parallel.rules import gathered, partition
+
+GATHERED = "gathered_weight"  # gathered again in the backward pass: kept, all layers would be whole on every device
+REMAT_POLICIES = {
+    "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 @jax.tree_util.register_dataclass
@@ -201,15 +208,14 @@ def forward(
         x_BTD = x_BTD + attended_BTD
         return x_BTD + _mlp(w, spec, x_BTD, weight), cached
 
-    if remat_policy == "full":
-        body = jax.checkpoint(body, policy=jax.checkpoint_policies.nothing_saveable)
+    body = jax.checkpoint(body, policy=REMAT_POLICIES[remat_policy])
     x_BTD, cache = jax.lax.scan(body, x_BTD, (params.layers, is_global_L, cache))
     return _logits(params, spec, x_BTD, weight), cache
 
 
 def _weights_in(dtype: jnp.dtype) -> Callable[..., jax.Array]:
     """How a stored weight is used: cast first, so that the all-gather moves the smaller type."""
-    return lambda w, *dims: gathered(w.astype(dtype), *dims)
+    return lambda w, *dims: checkpoint_name(gathered(w.astype(dtype), *dims), GATHERED)
 
 
 def _embed(

@@ -19,6 +19,7 @@ from slicewise.train.restore import Trained, open_trained
 
 KIND_OF_SUFFIX = {
     ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".arrayrecord": "arrayrecord",
     ".array_record": "arrayrecord",

@@ -1,5 +1,6 @@
 """Text from a trained model: prefill and decode with a key-value cache, sampling, batches of prompts."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +30,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise UserError(f"temperature = {self.temperature}: expected 0 (greedy) or more.")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k = {self.top_k}: expected 1 or more.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top_p = {self.top_p}: expected more than 0 and at most 1.")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed = {self.seed}: expected 0 to {2**32 - 1}.")
 
 
 @dataclass(frozen=True)

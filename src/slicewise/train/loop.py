@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import slicewise
+from slicewise.checkpoint.manifest import complete_steps
 from slicewise.config import RunConfig
 from slicewise.data.loader import BatchLoader
 from slicewise.errors import UserError
@@ -18,13 +19,14 @@ from slicewise.parallel import cluster
 from slicewise.parallel.mesh import build_mesh
 from slicewise.train import runtime
 from slicewise.train.batches import held_out, local_rows, to_global
-from slicewise.train.metrics import MetricWriter, peak_flops_per_s, training_flops_per_token
+from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s, training_flops_per_token
 from slicewise.train.progress import Sink, reporter
 from slicewise.train.step import TrainState, TrainStep, build_train_step
 
 
 def train(config: RunConfig) -> None:
     """Runs ``config`` to its last step on the devices of this job, from the newest checkpoint when resuming."""
+    _check(config)
     runtime.start()
     mesh = build_mesh(config, cluster.found())
     step = build_train_step(config, mesh)
@@ -33,6 +35,20 @@ def train(config: RunConfig) -> None:
         stack.enter_context(jax.set_mesh(mesh))
         _Run(config, step, report, stack).run()
     runtime.stop()
+
+
+def _check(config: RunConfig) -> None:
+    """Raises UserError for what would otherwise come to light only after training."""
+    data, metrics = config.data, config.metrics
+    if config.evaluation.eval_batches and not data.held_out_fraction and data.dataset != "synthetic":
+        raise UserError(
+            "held_out_fraction = 0 leaves nothing to evaluate on; set it above 0, or eval_batches=0."
+        )
+    if metrics.profile_steps and metrics.profile_from > config.run.steps:
+        raise UserError(
+            f"profile_from = {metrics.profile_from} is beyond the last step, {config.run.steps};"
+            " lower it, or set profile_steps=0."
+        )
 
 
 class _Run:
@@ -44,22 +60,29 @@ class _Run:
         self.rows = local_rows(step)
         self.store: Any = None
         self.start = 0
-        if config.checkpoint.checkpoint_every:
-            self._open_store()
+        directory = f"{config.directory}/checkpoints"
+        if config.checkpoint.resume == "never":
+            self._refuse_existing(directory)
+        if self.is_first:
+            make_directory(config.local_directory)  # what cannot be written is to show before compiling
+        # With checkpoint_every = 0 an older checkpoint is resumed all the same; several processes must agree on it.
+        if config.checkpoint.checkpoint_every or jax.process_count() > 1 or complete_steps(directory):
+            self._open_store(directory)
 
-    def _open_store(self) -> None:
-        from slicewise.checkpoint.store import CheckpointStore  # imports take a second: only where it is used
-
-        directory = f"{self.config.directory}/checkpoints"
-        self.store = CheckpointStore(directory, keep=self.config.checkpoint.checkpoint_keep)
-        self.stack.callback(self.store.close)
-        newest = self.store.latest()
-        if newest is not None and self.config.checkpoint.resume == "never":
+    def _refuse_existing(self, checkpoints: str) -> None:
+        metrics = self.config.local_directory / "metrics.jsonl"
+        if complete_steps(checkpoints) or (self.is_first and metrics.exists()):
             raise UserError(
-                f"{directory} has a checkpoint at step {newest} and resume = never;"
+                f"{self.config.directory} exists and resume = never;"
                 " choose another run_name, delete that directory, or use resume=auto."
             )
-        self.start = newest or 0
+
+    def _open_store(self, directory: str) -> None:
+        from slicewise.checkpoint.store import CheckpointStore  # imports take a second: only where it is used
+
+        self.store = CheckpointStore(directory, keep=self.config.checkpoint.checkpoint_keep)
+        self.stack.callback(self.store.close)
+        self.start = self.store.latest() or 0
 
     def run(self) -> None:
         steps = self.config.run.steps
@@ -71,26 +94,25 @@ class _Run:
         if self.config.evaluation.eval_batches:
             loss = self._evaluate(state)
             self._say(f"held-out loss {loss:.4f} nats/token, perplexity {math.exp(loss):.2f}")
-        if self.store:
+        if self.config.checkpoint.checkpoint_every:
             self.store.wait()
             self._say(f"checkpoint {self.config.directory}/checkpoints/{max(steps, self.start)}")
 
     def _train(self) -> TrainState:
-        """Steps ``start`` + 1 to the last. Compiling, reading data and measuring the peak go on side by side."""
+        """Steps ``start`` + 1 to the last. Compiling and opening the data go on side by side."""
         config = self.config
+        state, data_state = None, None
+        if self.start:
+            self.report({"event": "phase", "name": "restore"})
+            state, data_state = self._restore()  # before compiling: a checkpoint may be refused
         with ThreadPoolExecutor(1) as background:
-            loading: Future[BatchLoader] | None = None
-            if self.start == 0:
-                loading = background.submit(self._open_loader)
+            loading = background.submit(self._open_loader, data_state)
             self.report({"event": "phase", "name": "compile"})
             update = self.step.update.lower(self.step.abstract_state, self.step.abstract_batch).compile()
-            if loading:
-                state, loader = self.step.init(), loading.result()
-            else:
-                self.report({"event": "phase", "name": "restore"})
-                state, data_state = self._restore()
-                loader = self._open_loader(data_state[self.rows])
+            loader = loading.result()
         self.stack.callback(loader.close)
+        if state is None:
+            state = self.step.init()
         writer = None
         if self.is_first:
             writer = MetricWriter(
@@ -100,8 +122,9 @@ class _Run:
         meter = _Meter(self.config, self.step, self.report, writer)
         self._say(self._describe())
         for number in range(self.start + 1, config.run.steps + 1):
-            self._profile(number)
-            state, metrics = update(state, to_global(self.step, self.rows, next(loader)))
+            self._profile(number, state)
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                state, metrics = update(state, to_global(self.step, self.rows, next(loader)))
             saves, evaluates = self._saves_at(number), self._evaluates_at(number)
             meter.finished(number, metrics, read_now=saves or evaluates or number == config.run.steps)
             if saves:
@@ -110,10 +133,11 @@ class _Run:
                 meter.evaluated(number, self._evaluate(state))
             if saves or evaluates:
                 meter.restart_clock()
-        self._profile(config.run.steps + 1)
+        self._profile(config.run.steps + 1, state)
         return state
 
-    def _open_loader(self, state: np.ndarray | None = None) -> BatchLoader:
+    def _open_loader(self, data_state: np.ndarray | None) -> BatchLoader:
+        state = None if data_state is None else data_state[self.rows]
         return BatchLoader(self.config, self.rows, state=state, vocab_size=self.step.spec.vocab)
 
     def _describe(self) -> str:
@@ -161,16 +185,17 @@ class _Run:
         self.report({"event": "phase", "name": "evaluate"})
         return mean_loss(self.config, self.step, state.params)
 
-    def _profile(self, number: int) -> None:
-        """Opens the profiling window before step ``number``, or closes it."""
-        metrics = self.config.metrics
-        if not metrics.profile_steps:
+    def _profile(self, number: int, state: TrainState) -> None:
+        """Opens the profiling window before step ``number``, or closes it; steps before a resume are not in it."""
+        asked = max(self.config.metrics.profile_from, 1)
+        first = max(asked, self.start + 1)
+        end = min(asked + self.config.metrics.profile_steps, self.config.run.steps + 1)
+        if first >= end or number not in (first, end):
             return
-        first = max(metrics.profile_from, self.start + 1)
-        end = min(first + metrics.profile_steps, self.config.run.steps + 1)
-        if number == first and first < end:
+        jax.block_until_ready(state)  # no step is half inside the window
+        if number == first:
             jax.profiler.start_trace(str(self.config.local_directory / "profile"))
-        elif number == end:
+        else:
             jax.profiler.stop_trace()
 
 
@@ -178,13 +203,18 @@ def mean_loss(config: RunConfig, step: TrainStep, params: Any) -> float:
     """Mean cross-entropy in nats a token over the held-out batches of ``config``."""
     sums = [step.evaluate(params, batch) for batch in held_out(config, step, config.evaluation.eval_batches)]
     total, count = (sum(float(s[i]) for s in sums) for i in range(2))
+    if not count:
+        raise UserError(
+            "the held-out text has no token to predict; give longer documents, or set eval_batches=0."
+        )
     return total / count
 
 
 class _Meter:
     """Times steps, turns their results into records and events, and stops a run whose loss is no number.
 
-    Results are read one step late, when the next step is already under way, except before a save or an evaluation.
+    A result that is not ready is read one step late, when the next step is already under way, except before a
+    save or an evaluation. Steps that are read together share the time equally.
     """
 
     def __init__(self, config: RunConfig, step: TrainStep, report: Sink, writer: MetricWriter | None):
@@ -193,17 +223,24 @@ class _Meter:
         flops_per_token = training_flops_per_token(step.spec, config.data.sequence_length)
         self.flops_per_device = flops_per_token * self.tokens / step.mesh.devices.size
         self.peak = peak_flops_per_s(step.mesh)
-        self.pending: tuple[int, dict] | None = None
+        self.pending: list[tuple[int, dict]] = []
         self.last_s = time.perf_counter()
 
     def finished(self, number: int, metrics: dict, *, read_now: bool) -> None:
-        """Takes the results, not computed yet, of step ``number`` and reads those of the step before it."""
-        if self.pending:
-            self._read(*self.pending)
-        self.pending = (number, metrics)
+        """Takes the results of step ``number`` and reads what it may of these and those of the step before."""
+        self.pending.append((number, metrics))
         if read_now:
-            self._read(*self.pending)
-            self.pending = None
+            jax.block_until_ready(metrics)
+        read = len(self.pending) - (not metrics["loss"].is_ready())
+        done = [(n, {name: float(x) for name, x in m.items()}) for n, m in self.pending[:read]]
+        del self.pending[:read]
+        now_s = time.perf_counter()
+        for n, values in done:
+            self._record(n, values, (now_s - self.last_s) / read)
+        if done:
+            self.last_s = now_s
+        if read_now and self.writer:
+            self.writer.flush()
 
     def restart_clock(self) -> None:
         """After a save or an evaluation, whose time is not the next step's."""
@@ -214,15 +251,13 @@ class _Meter:
         if self.writer:
             self.writer.write(number, {"held_out_loss": loss})
 
-    def _read(self, number: int, metrics: dict) -> None:
-        values = {name: float(value) for name, value in metrics.items()}
-        now_s = time.perf_counter()
-        step_time_s, self.last_s = now_s - self.last_s, now_s
-        if not math.isfinite(values["loss"]):
-            raise UserError(
-                f"loss is {values['loss']} at step {number}; lower learning_rate or lengthen warmup_steps."
-                " Checkpoints of earlier steps are good."
-            )
+    def _record(self, number: int, values: dict[str, float], step_time_s: float) -> None:
+        for name in ("loss", "gradient_norm"):  # an infinite gradient spoils weights before the loss shows it
+            if not math.isfinite(values[name]):
+                raise UserError(
+                    f"{name} is {values[name]} at step {number}; lower learning_rate or lengthen warmup_steps."
+                    " Checkpoints of earlier steps are good."
+                )
         rate = self.flops_per_device / step_time_s
         values |= {
             "step_time_s": step_time_s,

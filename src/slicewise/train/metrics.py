@@ -1,10 +1,14 @@
 """Where the numbers of a run go: JSON lines, TensorBoard event files, and figures a person reads."""
 
+import contextlib
+import errno
 import json
 import math
+import os
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.costs.params import parameter_count
+from slicewise.errors import ExitCode, UserError
+
+EVENTS_FLUSH_S = 20.0  # how old an event is at most before TensorBoard can see it
 
 # bfloat16 FLOP/s of one JAX device, from the vendor's data sheets
 PEAK_FLOPS_PER_S = {
@@ -27,12 +34,15 @@ PEAK_FLOPS_PER_S = {
 def training_flops_per_token(spec: ModelSpec, sequence_length: int) -> float:
     """FLOPs of forward and backward for one token: 6 per active matrix weight, plus causal attention.
 
-    Attention: 12 L N H T halved, as a token sees half the sequence on average (no window shortens it here).
+    Attention: 12 N H for each token seen, of which a layer with window w <= T sees w - w^2 / (2 T) on average,
+    hence T / 2 without one.
     """
     count = parameter_count(spec)
     matrices = count.active - (0 if spec.tied_embeddings else count.embedding)
-    context = min(sequence_length, 2 * (spec.sliding_window or sequence_length))
-    return 6 * matrices + 6 * spec.layers * spec.heads * spec.head_dim * context
+    local = min(sequence_length, spec.sliding_window or sequence_length)
+    windows = [sequence_length if spec.layer_is_global(i) else local for i in range(spec.layers)]
+    seen = sum(window - window**2 / (2 * sequence_length) for window in windows)
+    return 6 * matrices + 12 * spec.heads * spec.head_dim * seen
 
 
 def peak_flops_per_s(mesh: Mesh) -> float:
@@ -58,31 +68,43 @@ def _measured_peak(mesh: Mesh, size: int = 768, repeats: int = 3) -> float:
     return 2 * size**3 / best_s
 
 
+def make_directory(directory: Path) -> None:
+    """Makes ``directory``; raises UserError (INTERNAL) when nothing can be written there."""
+    with _writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory)
+
+
 class MetricWriter:
     """Appends records to metrics.jsonl and, when asked, to TensorBoard event files under ``directory``.
 
     Records after ``from_step`` are dropped first: they belong to steps that were lost and are taken again.
+    Raises UserError (INTERNAL), here and from every method, when a file cannot be written.
     """
 
     def __init__(self, directory: Path, *, from_step: int, tensorboard: bool):
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / "metrics.jsonl"
-        kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= from_step]
-        path.write_text("".join(kept))
-        self._file = path.open("a", buffering=1)
-        self._events: Any = None
-        if tensorboard:
-            from tensorboardX import SummaryWriter
+        self._path = directory / "metrics.jsonl"
+        make_directory(directory)
+        with _writing(self._path):
+            self._file = self._path.open("ab", buffering=0)
+            self._file.truncate(_kept_bytes(self._path, from_step))  # at once: no kill can lose what is kept
+        self._events = _EventFile(directory / "tensorboard", from_step) if tensorboard else None
 
-            self._events = SummaryWriter(
-                str(directory / "tensorboard"), purge_step=from_step + 1 if from_step else None
-            )
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        line = memoryview((json.dumps({"step": step, **values}) + "\n").encode())
+        with _writing(self._path):
+            while line:  # a nearly full disk takes a part
+                line = line[self._file.write(line) :]
         if self._events:
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step)
+            self._events.write(step, values)
+
+    def flush(self) -> None:
+        """Makes durable what was written: before a checkpoint, so that a run resumed from it has no gap."""
+        with _writing(self._path):
+            os.fsync(self._file.fileno())
+        if self._events:
+            self._events.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -96,8 +118,61 @@ class MetricWriter:
         self.close()
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """The lines of ``path``; the last one may be cut off when its writer was killed, and is then left out."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+def _kept_bytes(path: Path, from_step: int) -> int:
+    """The size of the records up to ``from_step``. They end at a line cut off when its writer was killed."""
+    kept = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            break
+        if step > from_step or not line.endswith(b"\n"):
+            break
+        kept += len(line)
+    return kept
+
+
+class _EventFile:
+    """A TensorBoard event file. tensorboardX's own writer is a thread whose death, on a full disk, nobody hears of."""
+
+    def __init__(self, directory: Path, from_step: int):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        self._directory, self._protos = directory, (event_pb2, summary_pb2)
+        with _writing(directory):
+            directory.mkdir(exist_ok=True)
+            self._file = EventsWriter(str(directory / "events"), filename_suffix=f".{from_step}")
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # hides events of lost steps
+            self._file.write_event(event_pb2.Event(step=from_step + 1, session_log=start))
+        self._flushed_s = time.monotonic()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        event_pb2, summary_pb2 = self._protos
+        scalars = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        event = event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=scalars))
+        with _writing(self._directory):
+            self._file.write_event(event)
+        if time.monotonic() - self._flushed_s > EVENTS_FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        self._flushed_s = time.monotonic()
+        with _writing(self._directory):
+            self._file.flush()
+
+    def close(self) -> None:
+        with _writing(self._directory):
+            self._file.close()
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise UserError(
+            f"{e.filename or path} cannot be written: {e.strerror}."
+            " Once that is mended, the same command continues from the newest checkpoint.",
+            code=ExitCode.INTERNAL,
+        ) from e

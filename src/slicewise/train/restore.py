@@ -40,9 +40,9 @@ def open_trained(path: str, overrides: list[str]) -> Trained:
         number = store.latest() if number is None else number
         if number is None:
             raise UserError(f"{path} has no complete checkpoint; train with checkpoint_every > 0 first.")
-        config = RunConfig.model_validate(store.read_metadata(number)["config"])
-        config = with_overrides(config, [*_one_layout(), *overrides])
-        step = build_train_step(config, build_mesh(config, cluster.found()))
+        config, devices = RunConfig.model_validate(store.read_metadata(number)["config"]), cluster.found()
+        config = with_overrides(config, [*_whole_on_each(config, devices.array.size), *overrides])
+        step = build_train_step(config, build_mesh(config, devices))
         params = store.restore(number, {"params": step.abstract_state.params}, partial=True).state["params"]
     finally:
         store.close()
@@ -51,13 +51,15 @@ def open_trained(path: str, overrides: list[str]) -> Trained:
 
 def _locate(path: str) -> tuple[str, int | None]:
     """(checkpoints directory, step or None for the newest)."""
-    name = PurePosixPath(path).name
-    if name.isdigit():
-        return path.rstrip("/").removesuffix(f"/{name}"), int(name)
-    return (path if name == "checkpoints" else f"{path.rstrip('/')}/checkpoints"), None
+    path = path.rstrip("/")
+    directory, _, name = path.rpartition("/")
+    if name.isdigit() and PurePosixPath(directory).name == "checkpoints":
+        return directory, int(name)
+    return (path if name == "checkpoints" else f"{path}/checkpoints"), None
 
 
-def _one_layout() -> list[str]:
-    """Every device in the data axis."""
+def _whole_on_each(config: RunConfig, devices: int) -> list[str]:
+    """Overrides: every device in the data axis, and batches with as many rows as the run's or a few more."""
     keys = [f"{network}_{axis}_parallelism" for network in ("ici", "dcn") for axis in AXES]
-    return [f"{key}={-1 if '_data_' in key else 1}" for key in keys]
+    rows = -(-config.data.global_batch_size // devices) * devices
+    return [f"{key}={-1 if '_data_' in key else 1}" for key in keys] + [f"global_batch_size={rows}"]

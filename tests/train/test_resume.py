@@ -1,0 +1,224 @@
+"""A run that is killed, at whatever moment, and started again is the same as one that never was: real processes."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from slicewise.checkpoint.manifest import UNFINISHED_INFIX, complete_steps, read_manifest
+from slicewise.checkpoint.store import CheckpointStore
+from slicewise.errors import ExitCode
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+STEPS, EVERY = 24, 6
+CONFIG = f"""
+[run]
+steps = {STEPS}
+[model]
+model = "demo-tiny"
+compute_dtype = "float32"
+[data]
+dataset = "text"
+dataset_path = "{{corpus}}"
+sequence_length = 32
+global_batch_size = 4
+[checkpoint]
+checkpoint_every = {EVERY}
+checkpoint_keep = 2
+[evaluation]
+eval_batches = 0
+[metrics]
+tensorboard = false
+"""
+CLUSTER = ["--local", "2x1x2"]
+
+
+class Place:
+    """A folder in which one run is started, killed and started again."""
+
+    def __init__(self, folder, command, corpus):
+        self.folder, self.command, self.corpus = folder, command, corpus
+        folder.mkdir()
+        (folder / "run.toml").write_text(CONFIG.format(corpus=corpus))
+        self.metrics = folder / "runs" / "run" / "metrics.jsonl"
+        self.checkpoints = folder / "runs" / "run" / "checkpoints"
+
+    @contextlib.contextmanager
+    def started(self, *arguments, **options):
+        """The process; at the end neither it nor a process below it is left."""
+        train = ("train", "run.toml", *arguments)
+        log = self.folder / "output"
+        with (
+            log.open("a") as output,
+            self.command.popen(*train, cwd=self.folder, stdout=output, stderr=output, **options) as process,
+        ):
+            try:
+                yield process
+            finally:
+                process.kill()
+                process.wait()
+
+    def run(self, *arguments, **options):
+        """What a start that nobody disturbs prints."""
+        result = self.command.run("train", "run.toml", *arguments, cwd=self.folder, **options)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    def kill_when(self, condition, *arguments, victim=None, **options):
+        """Starts the run and, once ``condition()``, kills the process, or rank ``victim`` of the cluster it runs."""
+        with self.started(*arguments, **options) as process:
+            wait_for(condition, process)
+            below = ranks(process.pid)
+            os.kill(process.pid if victim is None else below[victim], signal.SIGKILL)
+            code = process.wait(60)
+        assert code == (-signal.SIGKILL if victim is None else ExitCode.INTERNAL), self.output()
+        wait_for(lambda: not any(map(is_alive, below.values())))
+
+    def output(self):
+        return (self.folder / "output").read_text()
+
+    def steps_taken(self):
+        with contextlib.suppress(FileNotFoundError):
+            return self.metrics.read_text().count("\n")
+        return 0
+
+    def is_saving(self):
+        """Whether a save is under way, or was cut short."""
+        with contextlib.suppress(FileNotFoundError):
+            return any(UNFINISHED_INFIX in path.name for path in self.checkpoints.iterdir())
+        return False
+
+    def records(self):
+        """(step, loss, gradient norm, learning rate) of every record."""
+        names = ("step", "loss", "gradient_norm", "learning_rate")
+        records = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        return [tuple(record[name] for name in names) for record in records]
+
+    def state(self, step=STEPS):
+        """Every array of the checkpoint of ``step``, and the place in the data."""
+        leaves = read_manifest(str(self.checkpoints), step).leaves
+        here = SingleDeviceSharding(jax.devices()[0])
+        wanted = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=here) for k, v in leaves.items()}
+        with CheckpointStore(str(self.checkpoints), keep=2) as store:
+            restored = store.restore(step, wanted)
+        return {**jax.tree.map(np.asarray, restored.state), "data": restored.data_state}
+
+
+def is_alive(pid):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    return False
+
+
+def ranks(pid):
+    """{process id in the cluster: pid} of the processes below ``pid``."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        for entry in environment:
+            if entry.startswith(b"SLICEWISE_PROCESS_ID="):
+                found[int(entry.partition(b"=")[2])] = int(child)
+    return found
+
+
+def wait_for(condition, process=None, timeout_s=120):
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert process is None or process.poll() is None, "it ended before the moment to kill it"
+        assert time.monotonic() < end_s, "the moment to kill it never came"
+        time.sleep(0.0005)
+
+
+def assert_same(place, reference):
+    assert place.records() == reference.records()
+    ours, theirs = place.state(), reference.state()
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name, strict=True)
+    assert not place.is_saving(), "what was left of a save cut short is gone"
+    assert complete_steps(str(place.checkpoints)) == [STEPS - EVERY, STEPS]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, command, corpus):
+    place = Place(tmp_path_factory.mktemp("undisturbed") / "alone", command, corpus)
+    place.run()
+    assert [record[0] for record in place.records()] == list(range(1, STEPS + 1))
+    return place
+
+
+@pytest.fixture(scope="module")
+def undisturbed_cluster(tmp_path_factory, command, corpus):
+    place = Place(tmp_path_factory.mktemp("undisturbed") / "cluster", command, corpus)
+    place.run(*CLUSTER)
+    return place
+
+
+@pytest.fixture
+def place(tmp_path, command, corpus):
+    return Place(tmp_path / "place", command, corpus)
+
+
+def test_killed_before_the_first_checkpoint_a_run_starts_over(place, undisturbed, tmp_path):
+    """At start-up, while it compiles (and fills the cache of compiled programs), and in a step."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    begun_s = time.monotonic()
+    place.kill_when(lambda: time.monotonic() - begun_s > 0.5)
+    place.kill_when(lambda: "compile ..." in place.output(), env=cache)
+    place.kill_when(lambda: (tmp_path / "cache").exists() and any((tmp_path / "cache").iterdir()), env=cache)
+    place.kill_when(lambda: place.steps_taken() >= 2, env=cache)
+    assert complete_steps(str(place.checkpoints)) == []
+    place.run(env=cache)
+    assert_same(place, undisturbed)
+
+
+def test_killed_in_a_save_and_in_a_step_after_it_a_run_resumes(place, undisturbed):
+    place.kill_when(place.is_saving)
+    assert place.is_saving()
+    assert complete_steps(str(place.checkpoints)) == []
+    place.kill_when(lambda: complete_steps(str(place.checkpoints)) and place.steps_taken() > EVERY)
+    done = complete_steps(str(place.checkpoints))[-1]
+    place.kill_when(lambda: "resumes after step" in place.output().rpartition("compile ...")[2])
+    shutil.rmtree(place.checkpoints / "spare", ignore_errors=True)
+    place.kill_when(lambda: place.is_saving() and done < STEPS)
+    assert place.is_saving()
+    assert f"resumes after step {done}" in place.run()
+    assert_same(place, undisturbed)
+
+
+def test_killed_after_the_end_a_run_says_that_it_is_complete(place, undisturbed):
+    place.kill_when(lambda: complete_steps(str(place.checkpoints))[-1:] == [STEPS])
+    before = place.records()
+    assert f"runs/run is complete: {STEPS} steps are done, steps = {STEPS}." in place.run()
+    assert place.records() == before
+    assert_same(place, undisturbed)
+
+
+def test_a_cluster_of_which_a_part_or_all_is_killed_resumes(place, undisturbed_cluster):
+    place.kill_when(place.is_saving, *CLUSTER, victim=1)
+    place.kill_when(lambda: place.steps_taken() > EVERY, *CLUSTER, victim=0)
+    place.kill_when(lambda: place.is_saving() and place.steps_taken() >= 2 * EVERY, *CLUSTER)
+    place.run(*CLUSTER)
+    assert_same(place, undisturbed_cluster)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_killed_cluster_resumes_on_another_number_of_hosts(place, undisturbed_cluster, devices):
+    """One process with as many devices, and one with a single device: equal but for the order of float sums."""
+    shutil.copytree(undisturbed_cluster.folder / "runs", place.folder / "runs")
+    shutil.rmtree(place.checkpoints / str(STEPS))
+    layout = ["ici_data_parallelism=2", "ici_fsdp_parallelism=2"] if devices == 4 else []
+    assert f"resumes after step {STEPS - EVERY}" in place.run(*layout, devices=devices)
+    ours, theirs = np.array(place.records()), np.array(undisturbed_cluster.records())
+    assert (ours[: STEPS - EVERY] == theirs[: STEPS - EVERY]).all()
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    np.testing.assert_array_equal(place.state()["data"], undisturbed_cluster.state()["data"])
