@@ -1,4 +1,4 @@
-"""Chip: what one accelerator can do, from the catalog or from the user's own file, with a source for each number."""
+"""Chip: what one accelerator can do, from the catalog or the user's own file; each number has a source."""
 
 import functools
 import tomllib
@@ -17,7 +17,7 @@ BITS: Mapping[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "fp8": 8, "int4": 
 
 
 class Provenance(Record):
-    """Where the number ``field`` of a chip comes from; ``also`` holds (value, source) of the sources that differ."""
+    """Where the number ``field`` of a chip comes from; ``also`` holds (value, source) where others differ."""
 
     field: str
     value: Any
@@ -29,7 +29,7 @@ class Provenance(Record):
 class Shapes(Record):
     """The slice shapes that can be asked for, dims in nondecreasing order except 2x2x1.
 
-    Either only ``list``, or also every box of 4x4x4 cubes with at most ``max_cubes`` cubes and those in ``large``.
+    Either only ``list``, or also every box of at most ``max_cubes`` 4x4x4 cubes, and those in ``large``.
     """
 
     source: str
@@ -102,7 +102,8 @@ class Chip(Record):
         """Peak FLOP/s in ``precision``. Raises UserError when the chip has no unit for it."""
         if precision not in BITS or precision == "fp32":
             raise UserError(
-                f"unknown precision '{precision}'.{did_you_mean(precision, BITS)} Expected bf16, int8, fp8, int4 or fp4."
+                f"unknown precision '{precision}'.{did_you_mean(precision, BITS)}"
+                " Expected bf16, int8, fp8, int4 or fp4."
             )
         rate = getattr(self, f"{precision}_flops_per_s")
         if rate is None:
@@ -137,7 +138,7 @@ def names() -> tuple[str, ...]:
 def load(
     name: str, chip_file: str | None = None, price_file: str | None = None, prefer: str | None = None
 ) -> Chip:
-    """The chip called ``name`` in ``chip_file`` (a TOML of such tables, which may name a ``base``) or the catalog.
+    """The chip ``name`` of ``chip_file`` (a TOML of such tables; each may name a ``base``) or of the catalog.
 
     ``prefer`` takes the numbers of one source (such as 'book' or 'docs') where that source has its own.
     ``price_file`` overlays prices: ``[v5p]`` with on_demand, spot or reserved per chip-hour.
@@ -219,18 +220,20 @@ def _frozen(value: Any) -> Any:
 
 
 def _priced(chip: Chip, price_file: str) -> Chip:
-    """``chip`` with the prices that ``price_file`` gives it; unchanged where the file does not name the chip."""
+    """``chip`` with the prices that ``price_file`` gives it; unchanged where the file does not name it."""
     fields = {"on_demand": "", "spot": "spot_", "reserved": "reserved_"}
     update: dict[str, Any] = {}
     provenance = list(chip.provenance)
     for key, value in _read(price_file, "price file").get(chip.name, {}).items():
         if key not in fields:
             raise UserError(
-                f"price file {price_file}: [{chip.name}] has an unknown key '{key}'; expected {', '.join(fields)}."
+                f"price file {price_file}: [{chip.name}] has an unknown key '{key}';"
+                f" expected {', '.join(fields)}."
             )
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise UserError(
-                f"price file {price_file}: {chip.name}.{key} = {value!r}: expected a price above 0 per chip-hour."
+                f"price file {price_file}: {chip.name}.{key} = {value!r}:"
+                " expected a price above 0 per chip-hour."
             )
         field = f"{fields[key]}price_per_chip_hour"
         update[field] = float(value)

@@ -1,4 +1,4 @@
-"""Slice and Cluster: chips joined by ICI (or one NVLink domain), and slices joined by the data-centre network."""
+"""Slice and Cluster: chips joined by ICI (or one NVLink domain); slices joined by the data-centre network."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ class Slice:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """3D: every axis wraps once all are whole cubes, else none. 2D: an axis wraps at full size. GPU: none."""
+        """3D: every axis wraps once all are whole cubes, else none. 2D: an axis wraps at full size."""
         if self.chip.ici_dims == 3:
             return (all(d % CUBE == 0 for d in self.topology),) * 3
         return tuple(d == self.chip.shapes.wrap_at for d in self.topology)
@@ -51,7 +51,7 @@ class Slice:
 
     @property
     def hosts(self) -> int:
-        """Worker machines. A 2x4 of v5e or v6e is one 8-chip host; larger slices of them have 4-chip hosts."""
+        """Worker machines. A 2x4 of v5e or v6e is one 8-chip host; their larger slices have 4-chip hosts."""
         if self.chip.ici_dims == 2 and self.topology == (2, 4):
             return 1
         return max(1, self.chips // math.prod(self.chip.host_shape))
@@ -66,7 +66,7 @@ class Slice:
 
     @property
     def accelerator_type(self) -> str:
-        """Google Cloud's name (v5p-512), which names the size only: `legal_shapes` may hold others of that size."""
+        """Google Cloud's name, v5p-512: it gives the size only, and other shapes may share that size."""
         counted = self.chips * self.chip.cores if self.chip.type_counts == "cores" else self.chips
         return f"{self.chip.type_prefix}-{counted}"
 
@@ -97,7 +97,7 @@ class Cluster:
 
 @functools.cache
 def legal_shapes(chip: Chip) -> tuple[tuple[int, ...], ...]:
-    """Every topology of ``chip`` that can be asked for, small to large, the most cube-like of a size first."""
+    """Every topology of ``chip`` one can ask for, small to large, the most cube-like of a size first."""
     shapes = set(chip.shapes.list) | set(chip.shapes.large)
     if chip.shapes.max_cubes:
         shapes |= _cube_boxes(chip.shapes.max_cubes)
@@ -121,10 +121,10 @@ def default_shape(chip: Chip, num_chips: int) -> tuple[int, ...] | None:
 
 
 def parse(text: str, chip: Chip | None = None) -> Slice:
-    """The slice that ``text`` names: 'v5p-512', 'v5litepod-16', 'v5p:8x8x8', 'h100-8', or '8x8x8' with ``chip``.
+    """The slice that ``text`` names: 'v5p-512', 'v5e-16', 'v5p:8x8x8', 'h100-8', or '8x8x8' with ``chip``.
 
-    Dims may come in any order. Raises UserError for an unknown chip, a malformed name, or a shape that cannot be had
-    (with the nearest that can).
+    Dims may come in any order. Raises UserError for an unknown chip, a malformed name, or a shape that
+    cannot be had (with the nearest that can).
     """
     text = text.strip().lower()
     head, colon, tail = text.partition(":")
@@ -150,7 +150,7 @@ def cluster(text: str, num_slices: int = 1, chip: Chip | None = None) -> Cluster
 
 
 def _chip_called(name: str, chip: Chip | None, text: str) -> Chip:
-    """``chip`` when ``name`` is one of its names, so a chip of the user's own file can be named; else the catalog's."""
+    """``chip`` when ``name`` is one of its names (it may be of the user's own file), else the catalog's."""
     if chip is not None:
         own = (chip.name, chip.type_prefix, *chip.aliases)
         if name not in own:
@@ -169,14 +169,16 @@ def _of_shape(chip: Chip, text: str) -> Slice:
     axes = len(chip.host_shape)
     if len(asked) != axes:
         raise UserError(
-            f"topology '{text}' has {len(asked)} dims but {chip.name} slices have {axes}, as {_example(chip)}."
+            f"topology '{text}' has {len(asked)} dims but {chip.name} slices have {axes},"
+            f" as {_example(chip)}."
         )
     for shape in legal_shapes(chip):
         if sorted(shape) == sorted(asked):
             return Slice(chip, shape)
     near = sorted(legal_shapes(chip), key=lambda s: _distance(s, asked))[:3]
     raise UserError(
-        f"{chip.name} has no {text} slice; the nearest that can be had: {', '.join(_describe(chip, s) for s in near)}."
+        f"{chip.name} has no {text} slice; the nearest that can be had:"
+        f" {', '.join(_describe(chip, s) for s in near)}."
     )
 
 
@@ -192,7 +194,8 @@ def _of_size(chip: Chip, number: int, text: str) -> Slice:
     near = [default_shape(chip, n) for n in sorted(sizes[:2])]
     unit = f" (the number counts {per_chip} cores a chip)" if per_chip > 1 else ""
     raise UserError(
-        f"there is no {text}{unit}; the nearest that can be had: {', '.join(_describe(chip, s) for s in near if s)}."
+        f"there is no {text}{unit}; the nearest that can be had:"
+        f" {', '.join(_describe(chip, s) for s in near if s)}."
     )
 
 
