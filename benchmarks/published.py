@@ -1,0 +1,55 @@
+"""Predicted against published step times: one line a row, then errors by chip, model kind, slices and precision.
+
+    python benchmarks/published.py [--points FILE] [--breakdown]
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import rows
+
+from slicewise.costs.step import estimate
+
+DEFAULT = Path(__file__).parent / "data" / "published_points.jsonl"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--points", type=Path, default=DEFAULT)
+    parser.add_argument("--breakdown", action="store_true")
+    args = parser.parse_args()
+    results = []
+    for point in rows.load(args.points):
+        if not rows.scorable(point):
+            continue
+        row = rows.row(point)
+        total, parts, comm = estimate(row.shape, row.cluster, row.layout, row.recipe, row.seq)
+        total = float(total)
+        error = total / row.step_time_s - 1
+        results.append((row, error))
+        print(f"{row.id:62s} {row.step_time_s:8.3f} {total:8.3f} {error:+7.1%}", end="")
+        if args.breakdown:
+            shown = {**parts, **{f"x_{k}": v for k, v in comm.items()}}
+            print("  " + " ".join(f"{k}={float(v):.2f}" for k, v in shown.items() if float(v) > 0.005), end="")
+        print()
+    summary(results)
+
+
+def summary(results) -> None:
+    groups = {"all": lambda r: "all", "chip": lambda r: r.chip,
+              "kind": lambda r: "MoE" if r.shape.routed_parameters else "dense",
+              "slices": lambda r: "multi-slice" if r.cluster.num_slices > 1 else "single-slice",
+              "precision": lambda r: r.recipe.precision, "target": lambda r: r.kind,
+              "newest": lambda r: "newest" if r.newest else "older"}
+    print(f"\n{'group':14s} {'':14s} {'rows':>5s} {'median':>7s} {'p90':>7s} {'worst':>7s} {'bias':>7s}")
+    for name, key in groups.items():
+        for value in sorted({key(r) for r, _ in results}):
+            e = np.array([x for r, x in results if key(r) == value])
+            a = np.abs(e)
+            print(f"{name:14s} {value[:14]:14s} {len(e):5d} {np.median(a):7.1%} {np.quantile(a, .9):7.1%}"
+                  f" {a.max():7.1%} {np.median(e):+7.1%}")
+
+
+if __name__ == "__main__":
+    main()

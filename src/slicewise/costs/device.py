@@ -1,0 +1,89 @@
+"""What one JAX device can do: the catalog's figures of its chip and the few constants fitted per chip."""
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+from slicewise.catalog.chips import Chip
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Achievable shares of the catalog's figures on one chip; `calibration.toml` says how each was fitted."""
+
+    matmul_efficiency: float  # of peak FLOP/s, for matmuls of whole tiles
+    hbm_efficiency: float
+    ici_efficiency: float
+    overlap: float  # share of a collective that can run behind compute
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Constants of the software, the same on every chip; `calibration.toml` says how each was fitted."""
+
+    grid_step_s: float  # of a Pallas kernel: starting the copies of one grid step
+    attention_mxu_overhead: float  # time of the attention kernel over that of its matmuls, where those decide
+    gather_efficiency: float  # of memory bandwidth when rows are moved by index
+    grouped_efficiency: float  # of a grouped matmul over a plain one
+    eight_bit_efficiency: float  # of an 8-bit matmul over a bf16 one, each against its own peak
+    host_bytes_per_s: float  # to and from host memory, per device of a TPU
+    straggler: float  # share of the step lost per doubling of the slices
+
+
+@dataclass(frozen=True)
+class Device:
+    """One JAX device (TPU7x: half a chip). Rates in units per second; links one way."""
+
+    name: str
+    per_chip: int
+    flops_per_s: float
+    eight_bit_flops_per_s: float
+    hbm_bytes: float
+    hbm_bytes_per_s: float
+    link_bytes_per_s: float  # ICI, one link of the chip
+    torus: bool
+    hop_s: float
+    dcn_bytes_per_s: float
+    host_bytes_per_s: float
+    cores: int  # TensorCores of the device
+    clock_hz: float
+    mxu: int
+    calibration: Calibration
+    kernels: Kernels
+
+
+@functools.cache
+def calibrations() -> tuple[Mapping[str, Calibration], Kernels]:
+    text = (resources.files("slicewise.costs") / "calibration.toml").read_text()
+    tables = tomllib.loads(text)
+    kernels = Kernels(**tables.pop("kernels"))
+    return {name: Calibration(**values) for name, values in tables.items()}, kernels
+
+
+@functools.cache
+def device_of(chip: Chip) -> Device:
+    """The device of ``chip``, with the constants fitted for it or, for a chip never fitted, those of the newest."""
+    known, kernels = calibrations()
+    n = chip.jax_devices
+    eight_bit = max(chip.int8_flops_per_s or 0.0, chip.fp8_flops_per_s or 0.0, chip.bf16_flops_per_s)
+    egress = chip.levels[0].egress_bytes_per_s if chip.levels else 0.0
+    return Device(
+        name=chip.name,
+        per_chip=n,
+        flops_per_s=chip.bf16_flops_per_s / n,
+        eight_bit_flops_per_s=eight_bit / n,
+        hbm_bytes=chip.usable_hbm_bytes_per_device,
+        hbm_bytes_per_s=chip.hbm_bytes_per_s / n,
+        link_bytes_per_s=chip.ici_link_bytes_per_s or egress,
+        torus=chip.ici_dims > 0,
+        hop_s=chip.hop_s,
+        dcn_bytes_per_s=chip.dcn_bytes_per_s / n,
+        host_bytes_per_s=chip.pcie_bytes_per_s / n,
+        cores=max(1, chip.cores // n) if chip.kind == "tpu" else 1,
+        clock_hz=chip.clock_hz or 1.5e9,
+        mxu=chip.mxu_dim,
+        calibration=known.get(chip.name, known["tpu7x"]),
+        kernels=kernels,
+    )
