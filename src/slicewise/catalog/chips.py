@@ -98,6 +98,11 @@ class Chip(Record):
         """Bytes/s of one torus axis, both directions together (W2 = 2 W1)."""
         return 2 * self.ici_link_bytes_per_s
 
+    @property
+    def ici_egress_bytes_per_s(self) -> float:
+        """Bytes/s that one chip can send over all its links."""
+        return 2 * self.ici_dims * self.ici_link_bytes_per_s
+
     def peak_flops_per_s(self, precision: str = "bf16") -> float:
         """Peak FLOP/s in ``precision``. Raises UserError when the chip has no unit for it."""
         if precision not in BITS or precision == "fp32":
