@@ -59,7 +59,7 @@ def test_tpu7x_has_no_int8_unit():
 
 
 def test_unknown_precision_lists_the_known_ones():
-    with pytest.raises(UserError, match="unknown precision 'bf61'. Did you mean 'bf16'"):
+    with pytest.raises(UserError, match=r"unknown precision 'bf61'\. Did you mean 'bf16'"):
         chips.load("v5e").peak_flops_per_s("bf61")
 
 
