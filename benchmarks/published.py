@@ -25,7 +25,7 @@ def main() -> None:
             continue
         row = rows.row(point)
         total, parts, comm = estimate(row.shape, row.cluster, row.layout, row.recipe, row.seq)
-        total = float(total)
+        total = float(total) * row.allowance
         error = total / row.step_time_s - 1
         results.append((row, error))
         print(f"{row.id:62s} {row.step_time_s:8.3f} {total:8.3f} {error:+7.1%}", end="")

@@ -20,6 +20,9 @@ from slicewise.costs.shapes import (
 )
 
 GLOBAL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma4": 6, "gpt_oss": 2, "olmo3": 4, "llama4": 4}
+# MLPerf publishes the time of a block of training steps and one evaluation. On the one system whose plain step time
+# is also known (512 chips of v5p) the block is longer by this factor.
+EVAL_ALLOWANCE = 23.815 / 22.197
 PAX_POLICIES = {  # Praxis: save_dot_except_* keeps every dot but the named ones, attention included
     "save_dot_except_logits": "minimal_with_context",
     "save_dot_except_logits_ffn1": "save_dot_with_context_except_mlp",
@@ -39,6 +42,7 @@ class Row:
     step_time_s: float
     kind: str
     newest: bool
+    allowance: float  # what the published time holds beside the training step, as a factor
 
 
 def load(path: Path) -> list[dict[str, Any]]:
@@ -61,6 +65,7 @@ def row(point: dict[str, Any]) -> Row:
         point["id"], point["model"]["name"], point["chip"], shape_of(point["model"]), cluster, layout,
         recipe_of(point), point["seq_len"], target["step_time_s"], target["kind"],
         target["newest_of_workload"] is not False,
+        EVAL_ALLOWANCE if target["kind"].startswith("upper_bound") else 1.0,
     )  # fmt: skip
 
 
@@ -161,7 +166,7 @@ def recipe_of(point: dict[str, Any]) -> Recipe:
         context_ulysses=resolved.get("context_ulysses", 1),
         one_hot_embedding=bool(other.get("use_iota_embed")),
         vocab_tiles=int(other.get("num_vocab_tiling") or 1),
-        async_collectives=point["chip"] == "tpu7x" or "async" in (point["xla_flags"] or ""),
+        async_collectives=point["chip"] != "v6e" or "async" in (point["xla_flags"] or ""),
         weight_bytes=2 if dtype.get("weights") == "bfloat16" else 4,
         moment_bytes=6 if dtype.get("mu") == "bfloat16" else 8,
         gradient_bytes=2 if dtype.get("grad") == "bfloat16" else 4,

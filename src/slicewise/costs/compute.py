@@ -109,7 +109,7 @@ def attention_s(a: Attention, work: Shard, device: Device, recipe: Recipe) -> tu
         (backward_flops, SOFTMAX_CYCLES[1] * (1 if kernels == 1 else 1.5), kernels),
     ):
         cycles = np.maximum(device.kernels.attention_mxu_overhead * flops / per_cycle, softmax)
-        seconds.append((logits * cycles / device.clock_hz + launches * blocks * device.kernels.grid_step_s) / device.cores)
+        seconds.append((logits * cycles / device.clock_hz + launches * blocks * device.kernels.grid_step_us * 1e-6) / device.cores)
     return seconds[0], seconds[1]
 
 

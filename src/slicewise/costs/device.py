@@ -9,6 +9,9 @@ from importlib import resources
 from slicewise.catalog.chips import Chip
 
 
+FLOPS_PER_CYCLE = {128: 131072, 256: 524288}  # bf16, of one core by size of its matrix units, as compilers count
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Achievable shares of the catalog's figures on one chip; `calibration.toml` says how each was fitted."""
@@ -23,7 +26,7 @@ class Calibration:
 class Kernels:
     """Constants of the software, the same on every chip; `calibration.toml` says how each was fitted."""
 
-    grid_step_s: float  # of a Pallas kernel: starting the copies of one grid step
+    grid_step_us: float  # of a Pallas kernel: starting the copies of one grid step
     attention_mxu_overhead: float  # time of the attention kernel over that of its matmuls, where those decide
     gather_efficiency: float  # of memory bandwidth when rows are moved by index
     grouped_efficiency: float  # of a grouped matmul over a plain one
@@ -68,6 +71,7 @@ def device_of(chip: Chip) -> Device:
     known, kernels = calibrations()
     n = chip.jax_devices
     eight_bit = max(chip.int8_flops_per_s or 0.0, chip.fp8_flops_per_s or 0.0, chip.bf16_flops_per_s)
+    cores = max(1, chip.cores // n) if chip.kind == "tpu" else 1
     egress = chip.levels[0].egress_bytes_per_s if chip.levels else 0.0
     return Device(
         name=chip.name,
@@ -81,8 +85,8 @@ def device_of(chip: Chip) -> Device:
         hop_s=chip.hop_s,
         dcn_bytes_per_s=chip.dcn_bytes_per_s / n,
         host_bytes_per_s=chip.pcie_bytes_per_s / n,
-        cores=max(1, chip.cores // n) if chip.kind == "tpu" else 1,
-        clock_hz=chip.clock_hz or 1.5e9,
+        cores=cores,
+        clock_hz=chip.bf16_flops_per_s / n / cores / FLOPS_PER_CYCLE.get(chip.mxu_dim, 131072),
         mxu=chip.mxu_dim,
         calibration=known.get(chip.name, known["tpu7x"]),
         kernels=kernels,

@@ -43,16 +43,17 @@ def weight_traffic(
     over the expert axis.
     """
     i = layout.ici
-    size = ACT
-    dense = size * (layer.parameters - layer.routed_parameters) / i.tensor
-    routed = size * layer.routed_parameters / (i.tensor * i.expert)
+    # With scales known beforehand weights are turned into 8 bits before they travel; gradients never are.
+    size = 1 if recipe.static_scales else ACT
+    dense = ACT * (layer.parameters - layer.routed_parameters) / i.tensor
+    routed = ACT * layer.routed_parameters / (i.tensor * i.expert)
     over_all = {"fsdp": i.fsdp, "context": i.context, "expert": i.expert}
     over_fsdp = {"fsdp": i.fsdp, "context": i.context}
     ici = net.gather_s(dense, over_all) + net.gather_s(routed, over_fsdp)
     n = layout.dcn.fsdp
     local = dense / (i.fsdp * i.context * i.expert) + routed / (i.fsdp * i.context)
     dcn = local * (n - 1) / net.dcn_bytes_per_s
-    return ici, dcn, ici, dcn
+    return ici * size / ACT, dcn * size / ACT, ici, dcn
 
 
 def tensor_traffic(layer: Layer, work: Shard, layout: Layout, net: Network, recipe: Recipe) -> tuple[Number, Number]:
