@@ -18,8 +18,7 @@ from published import DEFAULT, summary
 from scipy.optimize import least_squares
 
 from slicewise.costs.device import Device, device_of
-from slicewise.costs.step import links_of, price
-from slicewise.costs.traffic import network_of
+from slicewise.costs.step import network, price
 
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 # name -> (prior, width); per chip where the prior is a dict
@@ -57,9 +56,8 @@ def tuned(device: Device, x: np.ndarray) -> Device:
 
 def predict(row: rows.Row, x: np.ndarray) -> float:
     device = tuned(device_of(row.cluster.chip), x)
-    net = network_of(device, links_of(row.cluster, row.layout))
-    total, _, _ = price(row.shape, device, row.layout, net, row.recipe, row.seq)
-    return float(total) * row.allowance
+    net = dataclasses.replace(network(row.cluster, row.layout), device=device)
+    return float(price(row.shape, device, row.layout, net, row.recipe, row.seq).total_s) * row.allowance
 
 
 def fit(train: Sequence[rows.Row]) -> np.ndarray:

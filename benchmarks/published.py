@@ -24,14 +24,14 @@ def main() -> None:
         if not rows.scorable(point):
             continue
         row = rows.row(point)
-        total, parts, comm = estimate(row.shape, row.cluster, row.layout, row.recipe, row.seq)
-        total = float(total) * row.allowance
+        e = estimate(row.shape, row.cluster, row.layout, row.recipe, row.seq)
+        total = e.step_time_s * row.allowance
         error = total / row.step_time_s - 1
         results.append((row, error))
         print(f"{row.id:62s} {row.step_time_s:8.3f} {total:8.3f} {error:+7.1%}", end="")
         if args.breakdown:
-            shown = {**parts, **{f"x_{k}": v for k, v in comm.items()}}
-            print("  " + " ".join(f"{k}={float(v):.2f}" for k, v in shown.items() if float(v) > 0.005), end="")
+            shown = {**e.compute_s, **{f"exposed {k}": v for k, v in e.exposed_s.items()}, **e.other_s}
+            print("  " + ", ".join(f"{k} {v:.2f}" for k, v in shown.items() if v > 0.005), end="")
         print()
     summary(results)
 

@@ -167,10 +167,19 @@ def recipe_of(point: dict[str, Any]) -> Recipe:
         one_hot_embedding=bool(other.get("use_iota_embed")),
         vocab_tiles=int(other.get("num_vocab_tiling") or 1),
         async_collectives=point["chip"] != "v6e" or "async" in (point["xla_flags"] or ""),
-        weight_bytes=2 if dtype.get("weights") == "bfloat16" else 4,
-        moment_bytes=6 if dtype.get("mu") == "bfloat16" else 8,
-        gradient_bytes=2 if dtype.get("grad") == "bfloat16" else 4,
+        **bytes_of(dtype),
     )
+
+
+def bytes_of(dtype: dict[str, Any]) -> dict[str, int]:
+    """Moments and gradients are of the weights' type unless the row says otherwise."""
+    if dtype.get("weights") == "bfloat16":
+        return {"weight_bytes": 2, "moment_bytes": 4, "gradient_bytes": 2}
+    return {
+        "weight_bytes": 4,
+        "moment_bytes": 6 if dtype.get("mu") == "bfloat16" else 8,
+        "gradient_bytes": 2 if dtype.get("grad") == "bfloat16" else 4,
+    }
 
 
 def exchange_of(point: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """How a step is laid out (mesh degrees and batch) and how it is executed (precision, remat, kernels)."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from slicewise.catalog.slices import Slice
@@ -38,6 +38,7 @@ class Layout:
     global_batch: Number = 1  # sequences
     accumulation_steps: Number = 1
     pipeline_microbatches: Number = 1  # within one accumulation step
+    pipeline_repeats: int = 1  # times a microbatch passes each stage (circular schedule)
 
     @property
     def data_shards(self) -> Number:
@@ -78,14 +79,6 @@ class Recipe:
     weight_bytes: int = 4  # master weights
     moment_bytes: int = 8  # both moments together
     gradient_bytes: int = 4
-
-
-@dataclass(frozen=True)
-class Links:
-    """Bytes/s per device of a collective over each ICI axis, and its latency in seconds."""
-
-    bytes_per_s: dict[str, Number] = field(default_factory=dict)
-    latency_s: dict[str, Number] = field(default_factory=dict)
 
 
 def place(slice_: Slice, ici: Degrees) -> tuple[torus.AxisLinks, ...] | None:

@@ -90,30 +90,31 @@ def plain_name(tensor: str) -> str:
 
 
 def tensor_widths(layer: Layer) -> dict[str, tuple[float, bool]]:
-    """Every named activation of ``layer``: (elements per token, whether the tensor axis shards it).
+    """Named activations that a backward pass needs: (elements per token, whether the tensor axis shards it).
 
-    All are sharded by ``tensor``: projections by heads or hidden dim, the residual stream by its embedding dim;
-    only the latents of MLA are not.
+    Projections are sharded by heads or hidden dim, the residual stream by its embedding dim; latents of MLA are not.
     """
-    widths: dict[str, tuple[float, bool]] = {"decoder_layer_input": (layer.d_model, True)}
+    widths: dict[str, tuple[float, bool]] = {
+        "decoder_layer_input": (layer.d_model, True),
+        "context": (layer.attention.context_width, True),
+    }
     for m in layer.matmuls:
-        if m.name != "router":
+        if m.name != "router" and not _unneeded(layer, m.name):
             widths[m.name] = (m.d_out * m.active, m.sharding != "replicated")
-    widths["context"] = (layer.attention.context_width, True)
     return widths
 
 
 def recomputed(layer: Layer, policy: RematPolicy) -> frozenset[str]:
-    """Names of the matmuls (and ``context`` for the attention kernel) that run a second time in the backward pass.
-
-    The output of the last matrix of a dense MLP is needed by nothing in its own layer, so it is never recomputed
-    unless a norm follows it; a routed MLP needs it for the gradient of the router's weights.
-    """
+    """Names of the matmuls (and ``context`` for the attention kernel) that run again in the backward pass."""
     if policy.name == "none":
         return frozenset()
-    again = {m.name for m in layer.matmuls if not policy.kept(m.name)}
-    if not layer.post_norms:
-        again -= {"mlpwo", "shared_mlpwo"}
+    again = {m.name for m in layer.matmuls if not policy.kept(m.name) and not _unneeded(layer, m.name)}
     if not policy.kept("context"):
         again.add("context")
     return frozenset(again)
+
+
+def _unneeded(layer: Layer, name: str) -> bool:
+    """Nothing in the layer's own backward pass reads the output of the last matrix of a dense MLP, unless a norm
+    follows it. A routed MLP's is read by the gradient of the router's weights."""
+    return name in ("mlpwo", "shared_mlpwo") and not layer.post_norms

@@ -1,111 +1,224 @@
-"""The price of one training step: its time by part, what of the communication is exposed, and what decided."""
+"""The price of one training step: time by part, exposed communication, memory, and what decided it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from slicewise.catalog.slices import Cluster
+from slicewise.costs import torus
 from slicewise.costs.compute import ACT, Compute, Shard, layer_compute
 from slicewise.costs.device import Device, device_of
 from slicewise.costs.flops import model_flops
 from slicewise.costs.layout import Layout, Number, Recipe, place
-from slicewise.costs.remat import tensor_widths
+from slicewise.costs.memory import device_total, local_parameters, memory_bytes, saved_width
 from slicewise.costs.shapes import Layer, ModelShape
-from slicewise.costs import torus
 from slicewise.costs.traffic import (
-    Network, context_traffic, expert_traffic, gradient_traffic, network_of, tensor_traffic, weight_traffic
+    Network,
+    context_traffic,
+    expert_traffic,
+    gradient_traffic,
+    network_of,
+    pipeline_traffic,
+    tensor_traffic,
+    weight_traffic,
 )
+from slicewise.errors import UserError
 
+Parts = dict[str, Number]
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """One training step, as planned, as compiled or as measured: the same record, to be compared line by line."""
+
+    source: Literal["plan", "compile", "measured"]
+    step_time_s: float
+    compute_s: Mapping[str, float]  # matmul, attention, memory, routing, output, optimizer
+    exposed_s: Mapping[str, float]  # communication that compute does not hide, by axis: 'fsdp', 'dcn data', ...
+    communication_s: Mapping[str, float]  # all of it, hidden or not
+    other_s: Mapping[str, float]  # pipeline bubble, waiting for host copies, waiting for the slowest slice
+    hbm_bytes: Mapping[str, float]  # of one device, by component
+    host_bytes: float  # of offloaded activations, per device
+    hbm_limit_bytes: float
+    tokens: int  # of one step
+    devices: int
+    model_flops: float  # that the model needs for one step
+    peak_flops_per_s: float  # bf16, all devices
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_time_s
+
+    @property
+    def mfu(self) -> float:
+        """Share of the bf16 peak spent on FLOPs the model needs (causal attention counted once)."""
+        return self.model_flops / (self.step_time_s * self.peak_flops_per_s)
+
+    @property
+    def hbm_total_bytes(self) -> float:
+        return sum(self.hbm_bytes.values())
+
+    @property
+    def decided_by(self) -> str:
+        """The largest part of the step."""
+        shares = {**self.compute_s, **self.exposed_s, **self.other_s}
+        return max(shares, key=lambda name: shares[name])
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds and bytes of one layout, or of many at once (arrays of one shape)."""
+
+    total_s: Number
+    compute_s: Parts
+    exposed_s: Parts
+    communication_s: Parts
+    other_s: Parts
 
 
 @dataclass(frozen=True)
 class Pass:
-    compute: Compute
-    comm: dict[str, Number]
-    host: Number
+    """One layer forward, or backward with its recomputation, on one microbatch."""
+
+    compute: tuple[Compute, ...]
+    communication: Parts
+    host_s: Number
+
+    def time(self, overlap: float) -> tuple[Number, Number, Number]:
+        """Seconds of the pass, the exposed share of its communication, and the wait for host copies.
+
+        ``overlap`` is the share of a collective that the program can run behind compute; no more can hide than
+        there is compute. Host copies run beside both.
+        """
+        compute = sum(c.total for c in self.compute)
+        communication = sum(self.communication.values())
+        hidden = np.minimum(overlap * communication, compute)
+        busy = compute + communication - hidden
+        share = (communication - hidden) / np.maximum(communication, 1e-30)
+        return np.maximum(busy, self.host_s), share, np.maximum(self.host_s - busy, 0.0)
 
 
-def combine(compute, comm, host, device, recipe):
-    """Time of a pass, and the exposed share of its communication."""
-    overlap = device.calibration.overlap if recipe.async_collectives else 0.0
-    total = sum(comm.values())
-    hidden = np.minimum(overlap * total, compute)
-    time = compute + total - hidden
-    exposed = (total - hidden) / np.maximum(total, 1e-30)
-    return np.maximum(time, host), exposed, np.maximum(host - time, 0.0)
+def layer_passes(
+    layer: Layer, work: Shard, device: Device, net: Network, layout: Layout, recipe: Recipe, micro: Number
+) -> tuple[Pass, Pass]:
+    """The forward and the backward pass of one layer; gradients of data replicas are reduced once in ``micro``."""
+    forward, backward, again = layer_compute(layer, work, device, recipe)
+    weights = weight_traffic(layer, layout, net, recipe)
+    tensor = tensor_traffic(layer, work, layout, net, recipe)
+    context = context_traffic(layer, work, layout, net, recipe)
+    expert = expert_traffic(layer, work, layout, net, recipe)
+    data, dcn_data = gradient_traffic(layer, layout, net, recipe)
+    host = work.tokens * ACT * saved_width(layer, recipe, work.tensor, where="host") / device.host_bytes_per_s
+    return (
+        Pass(
+            (forward,),
+            {"fsdp": weights.gather_s, "tensor": tensor[0], "context": context[0], "expert": expert[0],
+             "dcn fsdp": weights.dcn_gather_s},
+            host,
+        ),
+        Pass(
+            (backward, again),
+            {"fsdp": weights.gather_s + weights.scatter_s, "tensor": tensor[1], "context": context[1],
+             "expert": expert[1], "data": data / micro, "dcn data": dcn_data / micro,
+             "dcn fsdp": weights.dcn_gather_s + weights.dcn_scatter_s},
+            host,
+        ),
+    )  # fmt: skip
 
 
-def price(shape: ModelShape, device: Device, layout: Layout, net: Network, recipe: Recipe, seq: int):
-    i, d = layout.ici, layout.dcn
+def price(shape: ModelShape, device: Device, layout: Layout, net: Network, recipe: Recipe, seq: int) -> StepCosts:
+    """Seconds of one step. ``layout`` and ``net`` may hold arrays: every term is elementwise."""
     stages = layout.total("pipeline")
     micro = layout.accumulation_steps * layout.pipeline_microbatches
+    i = layout.ici
     tokens = layout.global_batch * seq / (layout.data_shards * micro)
     work = Shard(tokens, seq, i.tensor, i.context, i.expert)
-    parts = {k: 0.0 for k in ("matmul", "attention", "memory", "routing", "output", "optimizer", "host", "bubble", "dcn")}
-    comm_parts: dict[str, Number] = {}
-    body = 0.0
-    dcn_grad = 0.0
+    overlap = device.calibration.overlap if recipe.async_collectives else 0.0
+    compute: Parts = dict.fromkeys(("matmul", "attention", "memory", "routing"), 0.0)
+    exposed: Parts = {}
+    communication: Parts = {}
+    stage_s: Number = 0.0  # one microbatch through one stage, both passes
+    host_wait: Number = 0.0
     for layer in shape.layers:
-        fwd, bwd, again = layer_compute(layer, work, device, recipe)
-        ag_i, ag_d, rs_i, rs_d = weight_traffic(layer, layout, net, recipe)
-        t_f, t_b = tensor_traffic(layer, work, layout, net, recipe)
-        c_f, c_b = context_traffic(layer, work, layout, net, recipe)
-        e_f, e_b = expert_traffic(layer, work, layout, net, recipe)
-        g_i, g_d = gradient_traffic(layer, layout, net, recipe)
-        host_bytes = sum(
-            ACT * w * work.tokens / (work.tensor if s else 1)
-            for n, (w, s) in tensor_widths(layer).items() if n in recipe.remat.offloaded
-        )
-        host = host_bytes / device.host_bytes_per_s
-        f_comm = {"fsdp": ag_i, "tensor": t_f, "context": c_f, "expert": e_f, "dcn_fsdp": ag_d}
-        b_comm = {"fsdp": ag_i + rs_i, "tensor": t_b, "context": c_b, "expert": e_b, "dcn_fsdp": ag_d + rs_d,
-                  "data": g_i / micro, "dcn_data": g_d / micro}
-        b_compute = bwd.total + again.total
-        f_time, f_exp, f_host = combine(fwd.total, f_comm, host, device, recipe)
-        b_time, b_exp, b_host = combine(b_compute, b_comm, host, device, recipe)
-        count = layer.count / stages
-        body = body + count * (f_time + b_time)
-        for c in (fwd, bwd, again):
-            for k in ("matmul", "attention", "memory", "routing"):
-                parts[k] = parts[k] + count * micro * getattr(c, k)
-        for k, v in f_comm.items():
-            comm_parts[k] = comm_parts.get(k, 0.0) + count * micro * v * f_exp
-        for k, v in b_comm.items():
-            comm_parts[k] = comm_parts.get(k, 0.0) + count * micro * v * b_exp
-        parts["host"] = parts["host"] + count * micro * (f_host + b_host)
-    bubble = body * (stages - 1)
-    parts["bubble"] = bubble
-    body = body * micro + bubble
-    out = output_s(shape, work, device, recipe) * micro
-    parts["output"] = out
-    local = shape.parameters / (i.tensor * i.fsdp * i.context * i.expert * d.fsdp * stages)
-    opt = local * (2 * recipe.weight_bytes + 2 * recipe.moment_bytes + 2 * recipe.gradient_bytes) / (
-        device.hbm_bytes_per_s * device.calibration.hbm_efficiency)
-    parts["optimizer"] = opt
-    total = body + out + opt
-    slices = d.data * d.fsdp * d.pipeline
-    straggle = total * device.kernels.straggler * np.log2(slices)
-    parts["dcn"] = straggle
-    return total + straggle, parts, comm_parts
+        for one in layer_passes(layer, work, device, net, layout, recipe, micro):
+            seconds, share, wait = one.time(overlap)
+            layers = layer.count / stages
+            stage_s = stage_s + layers * seconds
+            host_wait = host_wait + layers * micro * wait
+            for name in compute:
+                compute[name] = compute[name] + layers * micro * sum(getattr(c, name) for c in one.compute)
+            for axis, spent in one.communication.items():
+                communication[axis] = communication.get(axis, 0.0) + layers * micro * spent
+                exposed[axis] = exposed.get(axis, 0.0) + layers * micro * spent * share
+    hops = pipeline_traffic(shape.d_model, work, layout, net)
+    communication["pipeline"] = exposed["pipeline"] = hops * micro
+    bubble = (stage_s + hops) * layout.accumulation_steps * (stages - 1) / layout.pipeline_repeats
+    compute["output"] = output_s(shape, work, device, recipe) * micro
+    compute["optimizer"] = optimizer_s(local_parameters(shape, layout), device, recipe)
+    total = (stage_s + hops) * micro + bubble + compute["output"] + compute["optimizer"]
+    d = layout.dcn
+    wait = total * device.kernels.straggler * np.log2(d.data * d.fsdp * d.pipeline)
+    other = {"pipeline bubble": bubble, "host copies": host_wait, "slowest slice": wait}
+    return StepCosts(total + wait, compute, exposed, communication, other)
 
 
 def output_s(shape: ModelShape, work: Shard, device: Device, recipe: Recipe) -> Number:
-    """Embedding lookup, output matrix and loss of one microbatch."""
+    """Embedding lookup, output matrix and loss of one microbatch: three products a head, and float32 logits
+    written once and read four times."""
     c = device.calibration
     heads = 1 + shape.prediction_heads
-    product = 2.0 * work.tokens * shape.d_model * shape.vocab / work.tensor / (device.flops_per_s * c.matmul_efficiency)
+    columns = work.tokens * shape.vocab / work.tensor
+    product = 2.0 * columns * shape.d_model / (device.flops_per_s * c.matmul_efficiency)
     runs = 3 * heads + (recipe.vocab_tiles > 1) + 2 * recipe.one_hot_embedding
-    logits = work.tokens * shape.vocab / work.tensor * 4 * 5 * heads
-    return runs * product + logits / (device.hbm_bytes_per_s * c.hbm_efficiency)
+    return runs * product + 5 * 4 * columns * heads / (device.hbm_bytes_per_s * c.hbm_efficiency)
 
 
-def links_of(cluster: Cluster, layout: Layout):
+def optimizer_s(parameters: Number, device: Device, recipe: Recipe) -> Number:
+    """Reading and writing weights, moments and gradients once each."""
+    moved = 2 * (recipe.weight_bytes + recipe.moment_bytes + recipe.gradient_bytes) * parameters
+    return moved / (device.hbm_bytes_per_s * device.calibration.hbm_efficiency)
+
+
+def network(cluster: Cluster, layout: Layout) -> Network:
+    """The links that each axis of ``layout`` gets on ``cluster``. Raises UserError if the slice cannot hold it."""
     placed = place(cluster.slice, layout.ici)
-    assert placed is not None
-    return {axis: (l.links, l.hops, l.crosses_core) for axis, l in zip(torus.ORDER, placed, strict=True)}
+    if placed is None:
+        raise UserError(f"the ICI axes {layout.ici} cannot be laid out on a {cluster.slice.name} slice.")
+    return network_of(device_of(cluster.chip), dict(zip(torus.ORDER, placed, strict=True)))
 
 
-def estimate(shape: ModelShape, cluster: Cluster, layout: Layout, recipe: Recipe, seq: int):
-    device = device_of(cluster.chip)
-    net = network_of(device, links_of(cluster, layout))
-    return price(shape, device, layout, net, recipe, seq)
+def estimate(
+    shape: ModelShape, cluster: Cluster, layout: Layout, recipe: Recipe, seq: int, *, device: Device | None = None
+) -> StepEstimate:
+    """The price of one step of ``shape`` on ``cluster`` for sequences of ``seq`` tokens.
+
+    ``device`` replaces the cluster's own (other constants). Raises UserError when the mesh does not fit the slice.
+    """
+    device = device or device_of(cluster.chip)
+    net = replace(network(cluster, layout), device=device)
+    costs = price(shape, device, layout, net, recipe, seq)
+    memory = {k: float(v) for k, v in memory_bytes(shape, layout, recipe, seq).items()}
+    tokens = round(layout.global_batch * seq)
+    return StepEstimate(
+        source="plan",
+        step_time_s=float(costs.total_s),
+        compute_s=_seconds(costs.compute_s),
+        exposed_s=_seconds(costs.exposed_s),
+        communication_s=_seconds(costs.communication_s),
+        other_s=_seconds(costs.other_s),
+        hbm_bytes={k: v for k, v in memory.items() if k != "host"},
+        host_bytes=memory["host"],
+        hbm_limit_bytes=device.hbm_bytes,
+        tokens=tokens,
+        devices=cluster.devices,
+        model_flops=model_flops(shape, tokens, seq),
+        peak_flops_per_s=device.flops_per_s * cluster.devices,
+    )
+
+
+
+
+def _seconds(parts: Parts) -> dict[str, float]:
+    return {name: float(value) for name, value in parts.items() if float(value) > 0}

@@ -1,5 +1,9 @@
-"""Seconds of the collectives of a step, per mesh axis, on the links that the axis has; FORMULAS of ring collectives."""
+"""Seconds of the collectives of one layer and one microbatch, per mesh axis, on the links that the axis has.
 
+Bytes and counts of collectives: see the chapter on training of "How to Scale Your Model". Numbers may be arrays.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,119 +13,147 @@ from slicewise.costs.device import Device
 from slicewise.costs.layout import Layout, Number, Recipe
 from slicewise.costs.remat import recomputed
 from slicewise.costs.shapes import Layer
+from slicewise.costs.torus import AxisLinks
+
+CORE_LINKS = 6  # the link between the two devices of one chip, in ICI links
 
 
 @dataclass(frozen=True)
 class Network:
-    """Rates of one device. ``axis`` -> bytes/s of an all-gather over that ICI axis, and its latency in seconds."""
+    """``links`` of each ICI axis (of the whole chip), the longest way ``hops``, on the links of ``device``."""
 
-    bytes_per_s: dict[str, Number]
-    latency_s: dict[str, Number]
-    dcn_bytes_per_s: float
-    link_bytes_per_s: float
-    hop_s: float
+    device: Device
+    links: Mapping[str, Number]
+    hops: Mapping[str, Number]
 
-    def gather_s(self, full_bytes: Number, degrees: dict[str, Number]) -> Number:
+    @property
+    def link_bytes_per_s(self) -> float:
+        """One link, one way."""
+        return self.device.link_bytes_per_s * self.device.calibration.ici_efficiency
+
+    def bytes_per_s(self, axis: str) -> Number:
+        """Of a gather over ``axis``, per device."""
+        return self.links[axis] * self.link_bytes_per_s
+
+    def latency_s(self, axis: str) -> Number:
+        return self.hops[axis] * self.device.hop_s
+
+    def gather_s(self, full_bytes: Number, degrees: Mapping[str, Number]) -> Number:
         """All-gather (or reduce-scatter) to ``full_bytes`` over several axes at once."""
-        n = 1
-        rate = 1e-30  # so that a product of degrees 1 costs nothing and divides by no zero
-        latency = 0.0
+        n: Number = 1
+        links: Number = 1e-9  # so that axes of degree 1 divide by no zero
+        hops: Number = 0.0
         for axis, degree in degrees.items():
             n = n * degree
-            rate = rate + np.where(degree > 1, self.bytes_per_s[axis], 0.0)
-            latency = latency + np.where(degree > 1, self.latency_s[axis], 0.0)
-        moved = full_bytes * (n - 1) / n
-        return np.where(n > 1, np.maximum(moved / rate, latency), 0.0)
+            links = links + np.where(degree > 1, self.links[axis], 0.0)
+            hops = hops + np.where(degree > 1, self.hops[axis], 0.0)
+        moved = full_bytes * (n - 1) / n / (links * self.link_bytes_per_s)
+        return np.where(n > 1, np.maximum(moved, hops * self.device.hop_s), 0.0)
+
+    def dcn_s(self, sent_bytes: Number) -> Number:
+        """``sent_bytes`` leave one device for another slice."""
+        return sent_bytes / self.device.dcn_bytes_per_s
 
 
-def weight_traffic(
-    layer: Layer, layout: Layout, net: Network, recipe: Recipe
-) -> tuple[Number, Number, Number, Number]:
-    """FSDP: seconds over ICI and over DCN of gathering one layer's weights, and of scattering its gradients.
+def network_of(device: Device, placed: Mapping[str, AxisLinks]) -> Network:
+    """The network of axes laid out as ``placed``; devices of one chip share its links unless the axis joins them."""
+    links = {}
+    for axis, a in placed.items():
+        share = 1.0 if a.crosses_core else 1.0 / device.per_chip
+        links[axis] = a.links * share if a.links else float(CORE_LINKS)
+    return Network(device, links, {axis: a.hops for axis, a in placed.items()})
 
-    Dense weights are spread over fsdp, context and expert axes; routed ones over fsdp and context, their experts
-    over the expert axis.
-    """
-    i = layout.ici
-    # With scales known beforehand weights are turned into 8 bits before they travel; gradients never are.
-    size = 1 if recipe.static_scales else ACT
+
+@dataclass(frozen=True)
+class WeightTraffic:
+    """FSDP: gathering the weights of one layer and scattering its gradients, in a slice and between slices."""
+
+    gather_s: Number
+    scatter_s: Number
+    dcn_gather_s: Number
+    dcn_scatter_s: Number
+
+
+def weight_traffic(layer: Layer, layout: Layout, net: Network, recipe: Recipe) -> WeightTraffic:
+    """Dense weights are spread over fsdp, context and expert axes; routed ones over fsdp and context, whole experts
+    over the expert axis. With scales known beforehand weights are turned into 8 bits before they travel."""
+    i, n = layout.ici, layout.dcn.fsdp
     dense = ACT * (layer.parameters - layer.routed_parameters) / i.tensor
     routed = ACT * layer.routed_parameters / (i.tensor * i.expert)
-    over_all = {"fsdp": i.fsdp, "context": i.context, "expert": i.expert}
-    over_fsdp = {"fsdp": i.fsdp, "context": i.context}
-    ici = net.gather_s(dense, over_all) + net.gather_s(routed, over_fsdp)
-    n = layout.dcn.fsdp
-    local = dense / (i.fsdp * i.context * i.expert) + routed / (i.fsdp * i.context)
-    dcn = local * (n - 1) / net.dcn_bytes_per_s
-    return ici * size / ACT, dcn * size / ACT, ici, dcn
+    ici = net.gather_s(dense, {"fsdp": i.fsdp, "context": i.context, "expert": i.expert})
+    if layer.active:
+        ici = ici + net.gather_s(routed, {"fsdp": i.fsdp, "context": i.context})
+    shard = dense / (i.fsdp * i.context * i.expert * n) + routed / (i.fsdp * i.context * n)
+    dcn = net.dcn_s(shard * (n - 1))
+    eighth = 0.5 if recipe.static_scales and recipe.precision != "bf16" else 1.0
+    return WeightTraffic(ici * eighth, ici, dcn * eighth, dcn)
 
 
-def tensor_traffic(layer: Layer, work: Shard, layout: Layout, net: Network, recipe: Recipe) -> tuple[Number, Number]:
+def tensor_traffic(
+    layer: Layer, work: Shard, layout: Layout, net: Network, recipe: Recipe
+) -> tuple[Number, Number]:
     """Tensor parallelism, forward and backward: the residual stream is gathered before and scattered after
-    attention and MLP; the backward pass gathers inputs again for the weights' gradients, and recomputation
-    scatters the attention output once more."""
-    full = ACT * work.tokens * layer.d_model
-    one = net.gather_s(full, {"tensor": layout.ici.tensor})
+    attention and MLP; the backward pass gathers the inputs again for the gradients of the weights, and
+    recomputation scatters the attention's output once more."""
+    one = net.gather_s(ACT * work.tokens * layer.d_model, {"tensor": layout.ici.tensor})
     again = recomputed(layer, recipe.remat)
     return 4 * one, (6 + ("out_proj" in again)) * one
 
 
-def context_traffic(layer: Layer, work: Shard, layout: Layout, net: Network, recipe: Recipe) -> tuple[Number, Number]:
-    """Context parallelism: keys and values are gathered (or passed round a ring), or heads exchanged."""
-    a = layer.attention
-    n = layout.ici.context
+def context_traffic(
+    layer: Layer, work: Shard, layout: Layout, net: Network, recipe: Recipe
+) -> tuple[Number, Number]:
+    """Context parallelism: keys and values are gathered or passed round a ring, or heads are exchanged (Ulysses);
+    the backward pass moves the gradients of keys and values as well."""
+    a, t, n = layer.attention, layout.ici.tensor, layout.ici.context
     ulysses = n if recipe.context_exchange == "ulysses" else np.minimum(recipe.context_ulysses, n)
     ring = n / ulysses
-    rate, latency = net.bytes_per_s["context"], net.latency_s["context"]
-    kv = ACT * work.tokens * a.kv_width / layout.ici.tensor * ring  # of the ring group, for one share of the heads
-    gather = np.where(ring > 1, np.maximum(kv * (ring - 1) / ring / rate, latency), 0.0)
+    latency = net.latency_s("context")
+    rate = np.maximum(net.bytes_per_s("context"), 1.0)
+    kv = ACT * work.tokens * a.kv_width / t  # of one share
     if recipe.context_exchange == "ring":  # neighbours send one way, over one link
-        hop = kv / ring / (net.link_bytes_per_s) + net.hop_s
-        gather = np.where(ring > 1, (ring - 1) * hop, 0.0)
-    heads = ACT * work.tokens * (a.heads * a.qk_dim + a.kv_width + a.context_width) / layout.ici.tensor * ulysses
-    exchange = np.where(ulysses > 1, np.maximum(heads / 4 / rate, latency), 0.0)
-    again = "context" in recomputed(layer, recipe.remat)
-    forward = gather + exchange
-    return forward, (1 + again) * forward + gather  # keys again, and the gradients of keys and values back
+        keys = (ring - 1) * (kv / net.link_bytes_per_s + net.device.hop_s)
+    else:
+        keys = np.where(ring > 1, np.maximum(kv * (ring - 1) / rate, latency), 0.0)
+    heads = ACT * work.tokens * (a.heads * a.qk_dim + a.kv_width + a.context_width) / t
+    exchange = np.where(ulysses > 1, np.maximum(heads * ulysses / 4 / rate, latency), 0.0)
+    runs = 1 + ("context" in recomputed(layer, recipe.remat))
+    return keys + exchange, runs * (keys + exchange) + keys
 
 
-def expert_traffic(layer: Layer, work: Shard, layout: Layout, net: Network, recipe: Recipe) -> tuple[Number, Number]:
-    """Expert parallelism: tokens go to their experts and back (all-to-all), or to all (gather and scatter)."""
+def expert_traffic(
+    layer: Layer, work: Shard, layout: Layout, net: Network, recipe: Recipe
+) -> tuple[Number, Number]:
+    """Expert parallelism: tokens go to their experts and back (all-to-all), or to all of them (gather, scatter)."""
     if not layer.active:
         return 0.0, 0.0
     n = layout.ici.expert
-    rate, latency = net.bytes_per_s["expert"], net.latency_s["expert"]
     tokens = ACT * work.tokens * layer.d_model / layout.ici.tensor
     if recipe.expert_exchange == "all_gather":
         one = net.gather_s(tokens * n, {"expert": n})
     else:
         slots = layer.active * (recipe.expert_capacity_factor or 1.0)
-        one = np.where(n > 1, np.maximum(tokens * slots * n / 4 / rate, latency), 0.0)
-    again = any(m.routed and m.name in recomputed(layer, recipe.remat) for m in layer.matmuls)
+        moved = tokens * slots * n / 4 / np.maximum(net.bytes_per_s("expert"), 1.0)
+        one = np.where(n > 1, np.maximum(moved, net.latency_s("expert")), 0.0)
+    names = recomputed(layer, recipe.remat)
+    again = any(m.routed and m.name in names for m in layer.matmuls)
     return 2 * one, (2 + 2 * again) * one
 
 
 def gradient_traffic(layer: Layer, layout: Layout, net: Network, recipe: Recipe) -> tuple[Number, Number]:
-    """All-reduce of one layer's gradients over data replicas, in ICI and over DCN, on the shards of FSDP."""
+    """All-reduce of one layer's gradients over data replicas, in the slice and over DCN, on the shards of FSDP."""
     i, d = layout.ici, layout.dcn
     dense = (layer.parameters - layer.routed_parameters) / (i.tensor * i.fsdp * i.context * i.expert)
     routed = layer.routed_parameters / (i.tensor * i.expert * i.fsdp * i.context)
-    size = recipe.gradient_bytes * (dense + routed)
+    size = recipe.gradient_bytes * (dense + routed) / d.fsdp
     ici = 2 * net.gather_s(size, {"data": i.data})
-    dcn = 2 * size / d.fsdp * (d.data - 1) / d.data / net.dcn_bytes_per_s
-    return ici, dcn
+    return ici, net.dcn_s(2 * size * (d.data - 1) / d.data)
 
 
-def network_of(device: Device, links: dict[str, tuple[Number, Number, Number]]) -> Network:
-    """``links``: axis -> (links of the chip, hops, whether it joins the devices of one chip)."""
-    rate, latency = {}, {}
-    per_link = device.link_bytes_per_s * device.calibration.ici_efficiency
-    for axis, (count, hops, joins) in links.items():
-        share = np.where(joins, 1.0, 1.0 / device.per_chip)  # devices of one chip share its links
-        within = np.where(count > 0, count * per_link * share, CORE_LINKS * per_link)
-        rate[axis] = within
-        latency[axis] = hops * device.hop_s
-    return Network(rate, latency, device.dcn_bytes_per_s, per_link, device.hop_s)
-
-
-CORE_LINKS = 6  # the link between the devices of one TPU7x chip, in ICI links
+def pipeline_traffic(d_model: int, work: Shard, layout: Layout, net: Network) -> Number:
+    """One microbatch's activations to the next stage, and its gradients back."""
+    i, d = layout.ici, layout.dcn
+    moved = 2 * ACT * work.tokens * d_model / i.tensor
+    rate = np.maximum(net.links["pipeline"], 1e-9) * net.link_bytes_per_s
+    inside = np.where(i.pipeline > 1, moved / rate + 2 * net.device.hop_s, 0.0)
+    return inside + np.where(d.pipeline > 1, net.dcn_s(moved), 0.0)
