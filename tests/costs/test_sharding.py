@@ -10,9 +10,11 @@ C, LINK = 1.97e14, 4.5e10
 ALPHA = C / (2 * LINK)
 
 
-def strategies(B, D, F, layout, mesh=None):
+def strategies(B, D, F, layout, mesh=None, **options):
     mesh = mesh or {"X": (Axis(16),)}
-    return matmul_strategies(B, D, F, layout, mesh, flops_per_s=C, link_bytes_per_s=LINK, hop_s=0.0)
+    return matmul_strategies(
+        B, D, F, layout, mesh, flops_per_s=C, link_bytes_per_s=LINK, hop_s=0.0, **options
+    )
 
 
 def test_no_contracting_axis_needs_no_communication():
@@ -76,8 +78,11 @@ layouts = st.builds(
 @given(layouts)
 def test_every_strategy_is_consistent_and_sorted(layout):
     mesh = {"X": (Axis(16),), "Y": (Axis(4, wrap=False),), "Z": (Axis(2), Axis(2))}
-    found = strategies(4096, 8192, 16384, layout, mesh)
+    found = strategies(4096, 8192, 16384, layout, mesh, all_to_all=True)
     assert len(found) == 4**3
+    plain = strategies(4096, 8192, 16384, layout, mesh)
+    assert 1 <= len(plain) <= len(found)
+    assert found[0].time.lower_s <= plain[0].time.lower_s
     assert [s.time.lower_s for s in found] == sorted(s.time.lower_s for s in found)
     total = 2 * 4096 * 8192 * 16384
     for s in found:

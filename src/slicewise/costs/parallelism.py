@@ -52,9 +52,14 @@ def min_d_ff(ways: float, alpha: float, axes: float = 1) -> float:
     return alpha * ways / axes
 
 
-def min_tokens_per_chip_mixed(alpha: float, d_ff: float, axes_product: float = 1) -> float:
-    """B / n from which FSDP with tensor parallelism is compute bound: alpha^2 / (M_X M_Y F)."""
-    return alpha**2 / (axes_product * d_ff)
+def min_tokens_per_chip_mixed(
+    alpha: float, d_ff: float, axes_product: float = 1, *, experts: int = 1, experts_per_token: int = 1
+) -> float:
+    """B / n from which FSDP with tensor parallelism is compute bound: alpha^2 / (M_X M_Y F), times E / k.
+
+    For experts ``d_ff`` is k times the width of one.
+    """
+    return alpha**2 / (axes_product * d_ff) * experts / experts_per_token
 
 
 def max_chips_mixed(tokens: float, alpha: float, d_ff: float, axes_product: float = 1) -> float:

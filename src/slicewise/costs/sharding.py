@@ -100,13 +100,15 @@ def matmul_strategies(
     hop_s: float = 1e-6,
     weight_bits: float = 16,
     activation_bits: float = 16,
+    all_to_all: bool = False,
 ) -> tuple[Strategy, ...]:
-    """Every way to do x[B, D] . w[D, F] in ``layout`` over ``mesh``, the fastest first (math and comms
+    """Ways to do x[B, D] . w[D, F] in ``layout`` over ``mesh``, the fastest first (math and comms
     overlapped).
 
     While multiplying, each mesh axis splits B, F, the contraction D (leaving partial sums), or nothing;
-    operands reach that state by slicing (free), all-gather or all-to-all, and the result its layout by
-    all-reduce, reduce-scatter, all-gather or all-to-all. The book's four cases are the cheapest of these.
+    operands reach that state by slicing (free) or all-gather, and the result its layout by all-reduce,
+    reduce-scatter or all-gather: the book's four cases are the cheapest of these. ``all_to_all`` also moves a
+    mesh axis from one dim to another, which can be cheaper still.
     Raises UserError for an axis that is not in the mesh or shards an array twice.
     """
     _check(layout, mesh)
@@ -117,11 +119,14 @@ def matmul_strategies(
     found = []
     for roles in itertools.product("BDF-", repeat=len(names)):
         role = dict(zip(names, roles, strict=True))
+        moves = _moves(role, layout, sizes)
+        if not all_to_all and any(op == "all_to_all" for op, *_ in moves):
+            continue
         used = [a for a in names if role[a] != "-"]
         flops = matmul_flops(B, D, F) / math.prod(sizes[a] for a in used)
         steps = [
             _step(op, array, axes, elements[array] * bits[array] / 8 / split, mesh, link_bytes_per_s, hop_s)
-            for op, array, axes, split in _moves(role, layout, sizes)
+            for op, array, axes, split in moves
         ]
         time = Roofline(flops / flops_per_s, sum(s.time_s for s in steps))
         shown = tuple((a, role[a] if role[a] != "-" else "none") for a in names)
