@@ -1,6 +1,7 @@
 """What one JAX device can do: the catalog's figures of its chip and the few constants fitted per chip."""
 
 import functools
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from importlib import resources
 from slicewise.catalog.chips import Chip
 
 
+HOST_SHARE = 0.85  # of host memory that offloaded activations can have
 FLOPS_PER_CYCLE = {128: 131072, 256: 524288}  # bf16, of one core by size of its matrix units, as compilers count
 
 
@@ -50,6 +52,7 @@ class Device:
     hop_s: float
     dcn_bytes_per_s: float
     host_bytes_per_s: float
+    host_memory_bytes: float  # for offloaded activations; infinite where the catalog has no figure
     cores: int  # TensorCores of the device
     clock_hz: float
     mxu: int
@@ -72,6 +75,7 @@ def device_of(chip: Chip) -> Device:
     n = chip.jax_devices
     eight_bit = max(chip.int8_flops_per_s or 0.0, chip.fp8_flops_per_s or 0.0, chip.bf16_flops_per_s)
     cores = max(1, chip.cores // n) if chip.kind == "tpu" else 1
+    host_chips = 8 if chip.ici_dims == 2 else math.prod(chip.host_shape)  # that the catalog's host memory serves
     egress = chip.levels[0].egress_bytes_per_s if chip.levels else 0.0
     return Device(
         name=chip.name,
@@ -85,6 +89,7 @@ def device_of(chip: Chip) -> Device:
         hop_s=chip.hop_s,
         dcn_bytes_per_s=chip.dcn_bytes_per_s / n,
         host_bytes_per_s=chip.pcie_bytes_per_s / n,
+        host_memory_bytes=HOST_SHARE * chip.host_ram_bytes / host_chips / n if chip.host_ram_bytes else math.inf,
         cores=cores,
         clock_hz=chip.bf16_flops_per_s / n / cores / FLOPS_PER_CYCLE.get(chip.mxu_dim, 131072),
         mxu=chip.mxu_dim,

@@ -48,7 +48,8 @@ def working_bytes(layer: Layer, layout: Layout, tokens: Number, recipe: Recipe) 
             attention = attention + width
     mlp = mlp + 2 * slots * layer.active * layer.d_model / t  # tokens in the order of their experts, both ways
     weights = (layer.parameters - layer.routed_parameters) / t + layer.routed_parameters / (t * e)
-    largest = max(m.parameters / (e if m.routed else 1) for m in layer.matmuls) / t
+    dense = max(m.parameters for m in layer.matmuls if not m.routed)
+    largest = np.maximum(dense, max((m.parameters for m in layer.matmuls if m.routed), default=0) / e) / t
     return ACT * (tokens * (np.maximum(attention, mlp) + widest) + weights + largest)
 
 

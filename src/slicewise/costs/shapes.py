@@ -1,7 +1,7 @@
 """What a step costs depends on shapes only: a model as groups of equal layers made of matmuls and attention."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from slicewise.catalog.model import ModelSpec
@@ -19,10 +19,11 @@ class Matmul:
     sharding: Sharding = "column"
     experts: int = 1  # copies of the weight, of which a token uses ``active``
     active: int = 1
+    bias: bool = False
 
     @property
     def parameters(self) -> int:
-        return self.d_in * self.d_out * self.experts
+        return (self.d_in + self.bias) * self.d_out * self.experts
 
     @property
     def routed(self) -> bool:
@@ -117,7 +118,7 @@ class ModelShape:
     def active_parameters(self) -> int:
         """Parameters one token is multiplied with (experts it does not use left out)."""
         idle = sum(
-            layer.count * m.d_in * m.d_out * (m.experts - m.active)
+            layer.count * m.parameters // m.experts * (m.experts - m.active)
             for layer in self.layers
             for m in layer.matmuls
         )
@@ -168,15 +169,12 @@ def model_shape(spec: ModelSpec) -> ModelShape:
     """The shapes of ``spec``. Layers of a multi-token prediction module count as layers of the last kind."""
     kinds: dict[tuple[bool, bool], int] = {}
     for index in range(spec.layers + spec.prediction_layers):
-        sparse = spec.experts is not None and (
-            index >= spec.experts.first_dense_layers
-            and (index - spec.experts.first_dense_layers) % spec.experts.every == spec.experts.every - 1
-        )
-        kind = (sparse, spec.layer_is_global(index))
+        last = min(index, spec.layers - 1)  # prediction layers are like the last one
+        kind = (spec.layer_is_sparse(last), spec.layer_is_global(last))
         kinds[kind] = kinds.get(kind, 0) + 1
     norm = spec.d_model * (2 if spec.norm == "layer" else 1)
     position = spec.max_context * spec.d_model if spec.position == "learned" else 0
-    merge = 2 * spec.d_model * spec.d_model + 2 * norm  # of the embedding with the hidden state, per module
+    merge = 2 * spec.d_model * spec.d_model + 3 * norm  # of the embedding with the hidden state, per module
     return ModelShape(
         spec.name,
         tuple(_layer(spec, count, sparse, everything) for (sparse, everything), count in kinds.items()),
@@ -214,29 +212,31 @@ def _layer(spec: ModelSpec, count: int, sparse: bool, everything: bool) -> Layer
             matmuls += mlp(spec.d_model, e.shared_d_ff, spec.gated_mlp, "shared_")
     else:
         matmuls += mlp(spec.d_model, spec.d_ff, spec.gated_mlp)
+    matmuls = [replace(m, bias=_biased(spec, m)) for m in matmuls]
     return Layer(
-        count, tuple(matmuls), attention, spec.d_model, _vector_parameters(spec, matmuls), spec.post_norms
+        count, tuple(matmuls), attention, spec.d_model, _vector_parameters(spec, sparse), spec.post_norms
     )
 
 
-def _vector_parameters(spec: ModelSpec, matmuls: list[Matmul]) -> int:
-    """Norm scales, biases, sinks and balancing biases of one layer."""
+def _biased(spec: ModelSpec, m: Matmul) -> bool:
+    if m.name == "router":
+        assert spec.experts is not None
+        return spec.experts.router_bias
+    if "mlp" in m.name:
+        return spec.mlp_bias
+    if spec.latent_attention:
+        return False
+    return spec.attention_output_bias if m.name == "out_proj" else spec.qkv_bias
+
+
+def _vector_parameters(spec: ModelSpec, sparse: bool) -> int:
+    """Norm scales, sinks and balancing biases of one layer."""
     norm = spec.d_model * (2 if spec.norm == "layer" else 1)
-    count = norm * (4 if spec.post_norms else 2)
-    if spec.qk_norm:
-        count += 2 * spec.head_dim
+    count = norm * (4 if spec.post_norms else 2) + spec.heads * spec.attention_sinks
     if spec.latent_attention:
         count += (spec.latent_attention.q_lora_rank or 0) + spec.latent_attention.kv_lora_rank
-    if spec.attention_sinks:
-        count += spec.heads
-    for m in matmuls:
-        biased = (
-            (spec.qkv_bias and m.name in ("query_proj", "key_proj", "value_proj"))
-            or (spec.attention_output_bias and m.name == "out_proj")
-            or (spec.mlp_bias and "mlp" in m.name)
-            or (m.name == "router" and spec.mlp_bias)
-        )
-        count += m.d_out * m.experts if biased else 0
-        if m.name == "router" and spec.experts is not None and spec.experts.balancing_bias:
-            count += m.d_out
+    elif spec.qk_norm:
+        count += 2 * spec.head_dim
+    if sparse and spec.experts is not None and spec.experts.balancing_bias:
+        count += spec.experts.experts
     return count
