@@ -175,7 +175,7 @@ def test_a_model_reports_its_thresholds():
     assert report.min_tokens_per_chip_mixed == pytest.approx(2550**2 / (2 * 14336))
     assert report.min_tokens_per_slice == pytest.approx(73440)
     assert report.min_chips == 1
-    assert "at least 1 chip of 103 GB" in text(report)
+    assert "one chip of 103 GB" in text(report)
     assert "alpha = C/W = 459 TFLOP/s / 180 GB/s = 2,550 FLOP/B" in text(report)
 
 

@@ -74,7 +74,8 @@ def model(
         f"training {quantity(flops.total, 'FLOP')} a token (6P = {quantity(6 * p.active, 'FLOP')}),"
         f" {100 * share:.3g}% in attention products",
         f"training state {state_bytes_per_param:g} B a parameter = {quantity(state, 'B')}:"
-        f" at least {count(least)} {'chip' if least == 1 else 'chips'} of {quantity(chip.usable_hbm_bytes, 'B')}",
+        f" {'one chip' if least == 1 else f'at least {count(least)} chips'}"
+        f" of {quantity(chip.usable_hbm_bytes, 'B')}",
         f"alpha = C/W = {quantity(peak, 'FLOP/s')} / {quantity(axis, 'B/s')} = {count(alpha)} FLOP/B",
         f"data parallel or FSDP: tokens a chip > alpha / axes{dense} = " + _per_axes(tokens),
         "tensor parallel: ways < axes F / alpha = " + _per_axes(ways),
