@@ -18,6 +18,7 @@ from slicewise.costs import parallelism as par
 from slicewise.costs import roofline as roof
 from slicewise.costs import sharding, switched
 from slicewise.costs import transformer as tf
+from slicewise.costs.params import parameter_count
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "problems.jsonl"
 PROBLEMS = [json.loads(line) for line in FIXTURE.read_text().splitlines()]
@@ -96,7 +97,7 @@ def llama_405b(i):
 
 
 def llama_8b_serving(i):
-    total = tf.params(LLAMA_8B).total
+    total = parameter_count(LLAMA_8B).total
     kv = i["B"] * tf.kv_cache_bytes(LLAMA_8B, i["S"], bits=8)
     raw = tf.min_chips(total + kv, chip("v5e").hbm_bytes)
     return {"params": total, "kv": kv, "min_chips_raw": raw, "slice": smallest_slice(raw)}
@@ -124,7 +125,7 @@ def inference_q2(i):
         return tf.kv_cache_bytes(spec(**INFERENCE_18B | {"K": K}), int(i["S"]), bits=8)
 
     def batch(K):
-        return inf.max_batch(i["chips"], i["hbm"], tf.params(spec(**INFERENCE_18B)).total, cache(K))
+        return inf.max_batch(i["chips"], i["hbm"], parameter_count(spec(**INFERENCE_18B)).total, cache(K))
 
     return {"kv_seq": cache(8), "B": batch(8), "B_K1": batch(1)}
 
@@ -132,7 +133,7 @@ def inference_q2(i):
 def inference_q5(i):
     experts = {"experts": i["E"], "per_token": i["k"], "d_ff": INFERENCE_18B["F"]}
     v5e = chip("v5e")
-    p = tf.params(spec(**INFERENCE_18B, experts=experts))
+    p = parameter_count(spec(**INFERENCE_18B, experts=experts))
     return {
         "total": p.total,
         "active": p.active,
@@ -144,13 +145,13 @@ def inference_q5(i):
 
 
 def ffw_70b(i):
-    p = tf.params(spec(i["L"], i["D"], i["F"], i["V"], i["N"], i["K"], i["H"]))
-    return {"ffw": p.mlp, "vocab": p.embedding + p.unembedding, "attn": p.attention, "total": p.total}
+    p = parameter_count(spec(i["L"], i["D"], i["F"], i["V"], i["N"], i["K"], i["H"]))
+    return {"ffw": p.mlp, "vocab": p.embedding + p.head, "attn": p.attention, "total": p.total}
 
 
 def mha_17b(i):
     model = spec(i["L"], i["D"], i["F"], i["V"], 32, 32, i["NH"] // 32)
-    p = tf.params(model)
+    p = parameter_count(model)
     return {
         "params": p.total,
         "attn_frac": p.attention / (p.mlp + p.attention),

@@ -98,7 +98,7 @@ def test_a_batch_touches_most_experts_but_computes_with_few():
 
 def test_latent_caches_split_over_sequences_only():
     latent = LatentAttention(kv_lora_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128)
-    spec = LLAMA_70B.model_copy(update={"latent_attention": latent})
+    spec = LLAMA_70B.model_copy(update={"latent_attention": latent, "head_dim": 192})
     assert at(1, spec=spec).cache_s == pytest.approx(80 * 576 * (8192 + 256) / 8.2e11)
 
 

@@ -6,7 +6,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from slicewise.errors import UserError, did_you_mean
 
@@ -25,23 +33,28 @@ class RopeScaling(Record):
     high_freq_factor: PositiveFloat = 4.0  # llama3
     beta_fast: PositiveFloat = 32.0  # yarn
     beta_slow: PositiveFloat = 1.0  # yarn
+    truncate: bool = True  # yarn: the dims between which frequencies blend are rounded outwards
+    attention_factor: PositiveFloat = 1.0  # yarn: multiplies both cos and sin
 
 
 class Experts(Record):
-    """The mixture-of-experts part of a layer: ``experts`` routed MLPs of which each token uses ``per_token``."""
+    """A layer's mixture of experts: ``experts`` routed MLPs, of which each token uses ``per_token``."""
 
     experts: PositiveInt
     per_token: PositiveInt
     d_ff: PositiveInt  # of one routed expert
-    shared_d_ff: int = 0  # of all shared experts together, 0 = none
-    first_dense_layers: int = 0  # leading layers that keep a dense MLP of ModelSpec.d_ff
-    every: PositiveInt = 1  # one layer in ``every`` is sparse
+    shared_d_ff: NonNegativeInt = 0  # of all shared experts together, 0 = none
+    first_dense_layers: NonNegativeInt = 0  # leading layers that keep a dense MLP of ModelSpec.d_ff
+    every: PositiveInt = 1  # one layer in so many, the last of its group, is sparse; the others are dense
+    router_bias: bool = False
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize_scores: bool = True  # the chosen scores sum to one
     groups: PositiveInt = 1  # node-limited routing: experts in equal groups ...
     groups_per_token: PositiveInt = 1  # ... of which a token may use so many
     score_scale: PositiveFloat = 1.0
-    balancing_bias: bool = False  # aux-loss-free balancing bias per expert
+    # Aux-loss-free balancing: a bias per expert that decides the choice but not the weight of an expert.
+    # A group is then judged by the sum of its two best experts, otherwise by its best one (DeepSeek-V3, V2).
+    balancing_bias: bool = False
 
 
 class LatentAttention(Record):
@@ -55,7 +68,7 @@ class LatentAttention(Record):
 
 
 class ModelSpec(Record):
-    """A decoder-only transformer. Sizes are counts of elements; see docs for the symbols L, D, N, K, H, F, V."""
+    """A decoder-only transformer. Sizes count elements; see docs for the symbols L, D, N, K, H, F, V."""
 
     name: str
     source: str  # where the numbers are published
@@ -69,8 +82,9 @@ class ModelSpec(Record):
     tied_embeddings: bool = False
 
     gated_mlp: bool = True
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
-    mlp_bias: bool = False
+    # clamped_swiglu (gpt-oss): (u + 1) * g * sigmoid(1.702 g), with g <= 7 and -7 <= u <= 7
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"] = "silu"
+    mlp_bias: bool = False  # on every matrix of the MLP, or of each expert
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: PositiveFloat = 1e-5
     zero_centered_norm: bool = False  # the stored scale is added to one (Gemma)
@@ -87,8 +101,9 @@ class ModelSpec(Record):
 
     position: Literal["rope", "learned"] = "rope"
     rope_theta: PositiveFloat = 10000.0
-    local_rope_theta: PositiveFloat | None = None  # of sliding-window layers, default rope_theta
-    rope_scaling: RopeScaling | None = None  # of global layers
+    rope_scaling: RopeScaling | None = None  # of the layers that use rope_theta
+    # Of sliding-window layers, which are then not scaled; without it they turn as the global layers do.
+    local_rope_theta: PositiveFloat | None = None
     max_context: PositiveInt = 8192  # tokens; the length of a learned position table
 
     embedding_scale: bool = False  # embeddings are multiplied by sqrt(d_model) (Gemma)
@@ -96,7 +111,7 @@ class ModelSpec(Record):
 
     experts: Experts | None = None
     latent_attention: LatentAttention | None = None
-    prediction_layers: int = 0  # extra layers of multi-token prediction
+    prediction_layers: NonNegativeInt = 0  # extra layers of multi-token prediction
 
     @model_validator(mode="after")
     def _check(self) -> "ModelSpec":
@@ -106,8 +121,14 @@ class ModelSpec(Record):
             raise ValueError(f"head_dim = {self.head_dim} must be even for rotary positions")
         if self.global_every and not self.sliding_window:
             raise ValueError("global_every needs sliding_window")
-        if self.experts and self.experts.per_token > self.experts.experts:
-            raise ValueError(f"per_token = {self.experts.per_token} exceeds experts = {self.experts.experts}")
+        if self.experts:
+            _check_experts(self.experts)
+            if not any(map(self.layer_is_sparse, range(self.layers))):
+                raise ValueError(f"first_dense_layers and every leave none of {self.layers} layers sparse")
+        if (a := self.latent_attention) and self.head_dim != a.nope_head_dim + a.rope_head_dim:
+            raise ValueError(f"head_dim = {self.head_dim} must be nope_head_dim + rope_head_dim")
+        if self.activation == "clamped_swiglu" and not self.gated_mlp:
+            raise ValueError("activation = 'clamped_swiglu' needs gated_mlp")
         return self
 
     def layer_is_global(self, layer: int) -> bool:
@@ -115,6 +136,22 @@ class ModelSpec(Record):
         if self.sliding_window is None:
             return True
         return self.global_every is not None and layer % self.global_every == self.global_every - 1
+
+    def layer_is_sparse(self, layer: int) -> bool:
+        """Whether layer ``layer`` (from 0) is a mixture of experts instead of a dense MLP."""
+        e = self.experts
+        return e is not None and layer >= e.first_dense_layers and layer % e.every == e.every - 1
+
+
+def _check_experts(e: Experts) -> None:
+    if e.per_token > e.experts:
+        raise ValueError(f"per_token = {e.per_token} exceeds experts = {e.experts}")
+    if e.experts % e.groups:
+        raise ValueError(f"experts = {e.experts} must be a multiple of groups = {e.groups}")
+    if e.groups_per_token > e.groups:
+        raise ValueError(f"groups_per_token = {e.groups_per_token} exceeds groups = {e.groups}")
+    if e.per_token > e.groups_per_token * (e.experts // e.groups):
+        raise ValueError(f"per_token = {e.per_token} exceeds the experts of {e.groups_per_token} groups")
 
 
 @functools.cache
@@ -134,12 +171,14 @@ def load(name_or_path: str) -> ModelSpec:
             text = Path(name_or_path).read_text()
         except OSError as e:
             raise UserError(f"model file {name_or_path}: {e.strerror}.") from e
+        except UnicodeDecodeError as e:
+            raise UserError(f"model file {name_or_path} is not TOML: {e}.") from e
     elif name_or_path in names():
         text = (resources.files("slicewise.catalog") / "models" / f"{name_or_path}.toml").read_text()
     else:
         raise UserError(
-            f"unknown model '{name_or_path}'.{did_you_mean(name_or_path, names())} Known: {', '.join(names())};"
-            " or give a path to a ModelSpec .toml or a Hugging Face config.json."
+            f"unknown model '{name_or_path}'.{did_you_mean(name_or_path, names())}"
+            f" Known: {', '.join(names())}; or the path of a ModelSpec .toml or a Hugging Face config.json."
         )
     try:
         return ModelSpec(**tomllib.loads(text))
@@ -150,7 +189,7 @@ def load(name_or_path: str) -> ModelSpec:
 
 
 def first_problem(error: ValidationError, schema: type[BaseModel]) -> str:
-    """The first problem of a pydantic ``error`` as one sentence that names the key, the value and the expectation."""
+    """The first problem of a pydantic ``error`` as one sentence: the key, the value and the expectation."""
     problem = error.errors()[0]
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":

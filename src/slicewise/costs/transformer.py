@@ -1,103 +1,13 @@
-"""Counts of a transformer: parameters, FLOPs, KV cache and activations, from its ModelSpec.
+"""Counts of a transformer: FLOPs, KV cache, activations and training state.
 
 Symbols: B tokens, T query and S key length, D d_model, F d_ff, L layers, N heads, K kv_heads, H head_dim,
-V vocab, E experts of which a token uses k. Source: How to Scale Your Model, chapter "transformers"; exact
-parameter counts follow the published weights.
+V vocab, E experts of which a token uses k. Source: How to Scale Your Model, chapter "transformers".
 """
 
 from dataclasses import dataclass
 
 from slicewise.catalog.model import ModelSpec
-
-
-@dataclass(frozen=True)
-class Params:
-    """Parameters by part, all layers together; ``experts`` are routed, ``mlp`` dense and shared."""
-
-    attention: int
-    mlp: int
-    experts: int
-    active_experts: int  # those one token passes through
-    router: int
-    norms: int
-    embedding: int
-    unembedding: int  # 0 when tied
-
-    @property
-    def total(self) -> int:
-        return (
-            self.attention
-            + self.mlp
-            + self.experts
-            + self.router
-            + self.norms
-            + self.embedding
-            + self.unembedding
-        )
-
-    @property
-    def active(self) -> int:
-        """Parameters that one token uses: k of E experts."""
-        return self.total - self.experts + self.active_experts
-
-
-def sparse_layers(spec: ModelSpec) -> int:
-    """Layers whose MLP is a mixture of experts."""
-    if spec.experts is None:
-        return 0
-    e = spec.experts
-    return sum(i >= e.first_dense_layers and (i + 1) % e.every == 0 for i in range(spec.layers))
-
-
-def params(spec: ModelSpec) -> Params:
-    """Exact parameter counts of ``spec``. Prediction layers of multi-token prediction are not counted."""
-    matrices = 3 if spec.gated_mlp else 2
-    sparse, L, D = sparse_layers(spec), spec.layers, spec.d_model
-    mlp = (L - sparse) * _mlp_params(spec, spec.d_ff)
-    experts = active = router = 0
-    if spec.experts is not None:
-        e = spec.experts
-        one = _mlp_params(spec, e.d_ff)
-        experts, active = sparse * e.experts * one, sparse * e.per_token * one
-        router = sparse * (D * e.experts + (e.experts if e.balancing_bias else 0))
-        mlp += sparse * matrices * D * e.shared_d_ff
-    norm = D * (2 if spec.norm == "layer" else 1)
-    norms = (L * (4 if spec.post_norms else 2) + 1) * norm
-    positions = spec.max_context * D if spec.position == "learned" else 0
-    return Params(
-        attention=L * attention_params(spec),
-        mlp=mlp,
-        experts=experts,
-        active_experts=active,
-        router=router,
-        norms=norms,
-        embedding=spec.vocab * D + positions,
-        unembedding=0 if spec.tied_embeddings else spec.vocab * D,
-    )
-
-
-def _mlp_params(spec: ModelSpec, d_ff: int) -> int:
-    """3DF gated, 2DF plain, and biases."""
-    matrices = 3 if spec.gated_mlp else 2
-    bias = ((matrices - 1) * d_ff + spec.d_model) if spec.mlp_bias else 0
-    return matrices * spec.d_model * d_ff + bias
-
-
-def attention_params(spec: ModelSpec) -> int:
-    """Of one layer: 2D(N + K)H or the matrices of latent attention, with biases, sinks and head norms."""
-    D, N, K, H = spec.d_model, spec.heads, spec.kv_heads, spec.head_dim
-    if spec.latent_attention is not None:
-        m = spec.latent_attention
-        query_dim = N * (m.nope_head_dim + m.rope_head_dim)
-        queries = D * query_dim
-        if m.q_lora_rank is not None:
-            queries = D * m.q_lora_rank + m.q_lora_rank + m.q_lora_rank * query_dim
-        compressed = D * (m.kv_lora_rank + m.rope_head_dim) + m.kv_lora_rank
-        expanded = m.kv_lora_rank * N * (m.nope_head_dim + m.v_head_dim)
-        return queries + compressed + expanded + N * m.v_head_dim * D
-    bias = ((N + 2 * K) * H if spec.qkv_bias else 0) + (D if spec.attention_output_bias else 0)
-    extras = (2 * H if spec.qk_norm else 0) + (N if spec.attention_sinks else 0)
-    return 2 * D * (N + K) * H + bias + extras
+from slicewise.costs.params import parameter_count
 
 
 @dataclass(frozen=True)
@@ -125,7 +35,7 @@ def forward_flops(spec: ModelSpec, tokens: float, context: float, *, causal: boo
     MLP 6BDF (gated), projections 4BD(N+K)H, attention 4BSNH (half of it for ``causal``, which counts useful
     work only), unembedding 2BDV. Local layers see min(context, window).
     """
-    p = params(spec)
+    p = parameter_count(spec)
     N, H = spec.heads, spec.head_dim
     per_pair = 4 * N * H
     if spec.latent_attention is not None:
@@ -135,7 +45,7 @@ def forward_flops(spec: ModelSpec, tokens: float, context: float, *, causal: boo
     return Flops(
         projections=2 * tokens * p.attention,
         attention=tokens * per_pair * pairs,
-        mlp=2 * tokens * (p.mlp + p.active_experts + p.router),
+        mlp=2 * tokens * (p.mlp + p.shared + p.active_experts + p.router),
         unembedding=2 * tokens * spec.d_model * spec.vocab,
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from slicewise.catalog.chips import Chip
 from slicewise.catalog.model import ModelSpec
 from slicewise.costs import parallelism, roofline, transformer
+from slicewise.costs.params import ParameterCount, parameter_count
 from slicewise.costs.units import count, quantity
 from slicewise.plan.roofline import require_positive
 
@@ -18,7 +19,7 @@ class ModelReport:
     model: str
     chip: str
     context: int
-    params: transformer.Params
+    params: ParameterCount
     flops_per_token: transformer.Flops  # training
     attention_share: float  # of the training FLOPs
     kv_bytes_per_sequence: float
@@ -43,7 +44,7 @@ def model(
     ``chip``."""
     context = min(spec.max_context, 8192) if context is None else context
     require_positive(context=context, state_bytes_per_param=state_bytes_per_param)
-    p = transformer.params(spec)
+    p = parameter_count(spec)
     flops = transformer.train_flops(spec, 1, context)
     peak = chip.peak_flops_per_s("bf16")
     sparsity = {"experts": 1, "experts_per_token": 1}
@@ -69,8 +70,8 @@ def model(
     lines = (
         f"{spec.name} on {chip.name}, {count(context)} tokens of context",
         f"parameters {quantity(p.total)} ({count(p.total)}), active {quantity(p.active)}: attention"
-        f" {quantity(p.attention)}, MLP {quantity(p.mlp + p.experts)}, embeddings"
-        f" {quantity(p.embedding + p.unembedding)}",
+        f" {quantity(p.attention)}, MLP {quantity(p.mlp + p.shared + p.experts)}, embeddings"
+        f" {quantity(p.embedding + p.head)}",
         f"training {quantity(flops.total, 'FLOP')} a token (6P = {quantity(6 * p.active, 'FLOP')}),"
         f" {100 * share:.3g}% in attention products",
         f"training state {state_bytes_per_param:g} B a parameter = {quantity(state, 'B')}:"

@@ -12,6 +12,7 @@ from slicewise.catalog.chips import BITS
 from slicewise.catalog.model import ModelSpec
 from slicewise.catalog.slices import Slice
 from slicewise.costs import collectives, inference, roofline, switched, transformer
+from slicewise.costs.params import parameter_count
 from slicewise.errors import UserError, did_you_mean
 
 MEMORY_SHARE = 0.95  # of usable memory for weights and caches; activations and fragments have the rest
@@ -145,7 +146,7 @@ def touched_share(experts: int, experts_per_token: int, batch: float) -> float:
 
 def weight_bytes(spec: ModelSpec, bits: float) -> float:
     """Of all weights, all in one format."""
-    return transformer.params(spec).total * bits / 8
+    return parameter_count(spec).total * bits / 8
 
 
 def point(
@@ -163,7 +164,7 @@ def point(
     the chip cannot compute in the precision asked for.
     """
     quantization = quantization or Quantization()
-    chip, p = slice_.chip, transformer.params(spec)
+    chip, p = slice_.chip, parameter_count(spec)
     n, hbm = slice_.chips, chip.hbm_bytes_per_s
     peak = chip.peak_flops_per_s(quantization.compute)
     stored = weight_bytes(spec, BITS[quantization.weights])
