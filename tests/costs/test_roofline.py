@@ -41,6 +41,10 @@ def test_small_dims_raise_the_critical_batch():
     assert batch(1024) == pytest.approx(226, rel=0.01)
 
 
+def test_weights_held_on_the_chip_need_a_small_batch():
+    assert roof.critical_batch_in_vmem(1.97e14, 8.2e11) == pytest.approx(10.9, rel=0.01)
+
+
 def test_weights_of_each_item_never_let_a_matmul_compute():
     assert roof.matmul_intensity(1, 4096, 4096, weight_bits=8) == pytest.approx(2, rel=0.01)
 

@@ -83,7 +83,8 @@ def test_more_chips_than_heads_and_sequences_read_copies_of_the_cache():
 def test_small_batches_of_a_large_slice_wait_for_the_network():
     here = at(1, "v5p:8x8x8")
     assert here.bound == "network"
-    assert here.network_s == pytest.approx(80 * 4 * 12e-6)
+    assert here.network_s == pytest.approx(80 * (4 + 2) * 12e-6)  # caches split over the batch too
+    assert at(1, "v5p:2x2x2").network_s == pytest.approx(80 * 4 * 3e-6)
     assert at(1, "v5e:1x1").network_s == 0
 
 

@@ -12,6 +12,7 @@ from slicewise.catalog.chips import BITS
 from slicewise.catalog.model import ModelSpec
 from slicewise.catalog.slices import Slice
 from slicewise.costs import collectives, inference, roofline, switched, transformer
+from slicewise.costs.collectives import Op
 from slicewise.costs.params import parameter_count
 from slicewise.errors import UserError, did_you_mean
 
@@ -189,7 +190,7 @@ def point(
         weights_s=linear.comms_s,
         cache_s=batch * mean / (reading * hbm),
         math_s=linear.math_s,
-        network_s=spec.layers * COLLECTIVES_PER_LAYER * _gather_s(slice_, 2 * batch * spec.d_model),
+        network_s=_network_s(spec, slice_, batch, split_batch=n > heads),
         prefill_s=roofline.compute_s(prompt, peak, ways=n, utilization=prefill_utilization),
         weight_bytes=stored,
         cache_bytes=full,
@@ -198,13 +199,22 @@ def point(
     )
 
 
-def _gather_s(slice_: Slice, bytes_: float) -> float:
-    """One gather or scatter of activations over all chips of ``slice_``, at least its hops."""
-    chip = slice_.chip
+def _network_s(spec: ModelSpec, slice_: Slice, batch: int, *, split_batch: bool) -> float:
+    """Gathers and scatters of activations [B, D] (bf16), and where caches are split over the batch too, the
+    all-to-alls that bring queries [B, N H] to them and the answers back."""
     if slice_.chips == 1:
         return 0.0
+    gather_s = _collective_s("all_gather", slice_, 2 * batch * spec.d_model)
+    resharding_s = _collective_s("all_to_all", slice_, 2 * batch * spec.heads * spec.head_dim)
+    return spec.layers * (COLLECTIVES_PER_LAYER * gather_s + (2 * resharding_s if split_batch else 0.0))
+
+
+def _collective_s(op: Op, slice_: Slice, bytes_: float) -> float:
+    """Over all chips of ``slice_``, at least its hops."""
+    chip = slice_.chip
     if chip.levels:
         levels = switched.levels_spanned(chip, slice_.chips)
-        return max(switched.all_gather_s(bytes_, levels), chip.hop_s)
+        price = switched.all_to_all_s if op == "all_to_all" else switched.all_gather_s
+        return max(price(bytes_, levels), chip.hop_s)
     axes = collectives.axes_of(slice_)
-    return collectives.all_gather(bytes_, axes, chip.ici_link_bytes_per_s, hop_s=chip.hop_s).time_s
+    return collectives.collective(op, bytes_, axes, chip.ici_link_bytes_per_s, hop_s=chip.hop_s).time_s
