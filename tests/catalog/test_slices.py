@@ -96,3 +96,10 @@ def test_the_default_shape_of_a_size_is_the_most_cube_like():
     assert slices.default_shape(chip, 9216) == (16, 24, 24)
     assert slices.default_shape(chip, 3) is None
     assert all(math.prod(s) <= 9216 for s in slices.legal_shapes(chip))
+
+
+def test_any_box_of_few_enough_cubes_can_be_had():
+    v4 = set(slices.legal_shapes(chips.load("v4")))
+    edge = range(4, 260, 4)
+    boxes = {(a, b, c) for a in edge for b in edge for c in edge if a <= b <= c and a * b * c <= 4096}
+    assert {s for s in v4 if all(d % 4 == 0 for d in s)} == boxes

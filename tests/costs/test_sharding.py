@@ -102,6 +102,25 @@ def test_a_gather_of_an_array_also_sharded_elsewhere_moves_its_share():
     assert gather.steps[0].bytes_ == 2 * 8192 * 8192 / 4
 
 
+def test_sums_are_scattered_before_the_rest_is_reduced():
+    """Partial sums over X and Y; y is wanted split over X: the all-reduce over Y moves a sixteenth."""
+    mesh = {"X": (Axis(16),), "Y": (Axis(4),)}
+    layout = Layout(x_D=("X", "Y"), w_D=("X", "Y"), y_B=(), y_F=("X",))
+    found = next(
+        s for s in strategies(1024, 8192, 32768, layout, mesh) if s.roles == (("X", "D"), ("Y", "D"))
+    )
+    assert [(s.op, s.axes) for s in found.steps] == [("reduce_scatter", ("X",)), ("all_reduce", ("Y",))]
+    assert [s.bytes_ for s in found.steps] == [2 * 1024 * 32768, 2 * 1024 * 32768 / 16]
+
+
+def test_moving_an_axis_to_another_dim_exchanges_the_shard_of_its_group():
+    mesh = {"X": (Axis(16),), "Y": (Axis(4),)}
+    layout = Layout(x_D=("X",), w_F=("Y",), y_B=("X",), y_F=("Y",))
+    best = strategies(1024, 8192, 32768, layout, mesh, all_to_all=True)[0]
+    assert best.name == "all-to-all x over X"
+    assert best.steps[0].bytes_ == 2 * 1024 * 8192
+
+
 def test_unused_axes_hold_copies():
     mesh = {"X": 4, "Y": 8, "Z": 2}
     assert replication(mesh, "X") == 16

@@ -76,6 +76,15 @@ def test_local_layers_never_cost_more_than_global_ones(context, window):
     assert tf.kv_cache_bytes(local, context) <= tf.kv_cache_bytes(everywhere, context)
 
 
+@given(st.integers(1, 2000), st.integers(1, 2000))
+def test_causal_windows_count_the_keys_that_each_query_sees(context, window):
+    local = spec(layers=1, sliding_window=window)
+    seen = sum(min(q + 1, window) for q in range(context))
+    flops = tf.forward_flops(local, context, context).attention
+    diagonal = min(context, window) / 2  # each of the first queries counts its own key as half
+    assert flops == pytest.approx(4 * 8 * 64 * (seen - diagonal))
+
+
 def test_a_token_computes_with_its_own_experts_only():
     flops, p = tf.forward_flops(DEEPSEEK_V3, 1, 1), parameter_count(DEEPSEEK_V3)
     assert flops.mlp == 2 * (p.active - p.attention - p.norms - p.embedding - p.head)

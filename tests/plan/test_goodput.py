@@ -47,17 +47,18 @@ def test_goodput_falls_with_every_cost(mtbf, checkpoint, restart, factor):
 )
 def test_the_closed_form_agrees_with_a_simulation(mtbf, checkpoint, restart):
     expected = goodput.expected(mtbf, checkpoint, restart)
-    rng, wall, segments = random.Random(0), 0.0, 40000
+    rng, wall, restarting, segments = random.Random(0), 0.0, 0.0, 40000
     needed = expected.interval_s + checkpoint
     for _ in range(segments):
-        left = needed
+        down = 0.0
         while True:
             failure = rng.expovariate(1 / mtbf)
-            if failure >= left:
-                wall += left
+            wall += min(failure, down + needed)
+            restarting += min(failure, down)
+            if failure >= down + needed:
                 break
-            wall += failure
-            left = needed + restart
+            down = restart
+    assert restarting / wall == pytest.approx(expected.restarting, rel=0.03)
     assert segments * expected.interval_s / wall == pytest.approx(expected.goodput, rel=0.02)
 
 
@@ -122,7 +123,8 @@ def test_an_offer_costs_its_price_over_its_goodput(preemptions, wait, price):
     (result,) = goodput.compare([Offer("spot", price, preemptions, wait)], **RUN)
     assert result.price_per_useful_chip_hour == pytest.approx(price / result.goodput.goodput)
     assert result.price == pytest.approx(result.price_per_useful_chip_hour * 512 * 240)
-    assert result.wall_s >= 864000
+    waits = preemptions / 86400 * wait
+    assert result.wall_s == pytest.approx(864000 / result.goodput.goodput * (1 + waits))
 
 
 def test_results_explain_themselves():

@@ -144,6 +144,12 @@ def test_the_ratio_of_slices_is_near_and_small(ratio):
     assert 0.7 < a / b / ratio < 1.5
 
 
+def test_a_cache_moves_through_the_egress_of_every_chip():
+    plan = serving.serve(LLAMA_70B, V5E, WORK, quantizations=[INT8])
+    bytes_ = 2 * 80 * 8 * 128 * 8192
+    assert plan.cache_transfer_s == pytest.approx(bytes_ / (plan.best.slice.chips * 3.125e9))
+
+
 def test_a_plan_explains_its_bounds():
     plan = serving.serve(LLAMA_70B, V5E, WORK, quantizations=[Quantization(), INT8])
     said = "\n".join(plan.explain())

@@ -106,12 +106,12 @@ def legal_shapes(chip: Chip) -> tuple[tuple[int, ...], ...]:
 
 def _cube_boxes(max_cubes: int) -> set[tuple[int, ...]]:
     """Boxes of at most ``max_cubes`` 4x4x4 cubes, dims nondecreasing (rule of xpk)."""
-    edge = range(1, MAX_DIM // CUBE + 1)
-    sides = ((a, b) for a, b in itertools.combinations_with_replacement(edge, 2) if a * b * b <= max_cubes)
+    edge = MAX_DIM // CUBE
+    sides = itertools.combinations_with_replacement(range(1, edge + 1), 2)
     return {
         (CUBE * a, CUBE * b, CUBE * c)
         for a, b in sides
-        for c in range(b, min(MAX_DIM // CUBE, max_cubes // (a * b)) + 1)
+        for c in range(b, min(edge, max_cubes // (a * b)) + 1)
     }
 
 

@@ -68,10 +68,9 @@ def parse_mesh(text: str, slice_: Slice) -> dict[str, tuple[Axis, ...]]:
 
 
 def _lay(ways: int, free: list[Axis], problem: str) -> tuple[tuple[Axis, ...], list[Axis]]:
-    """(physical axes of ``ways`` chips, what is left): whole axes, rings first, else neighbours along one
-    axis."""
+    """(physical axes of ``ways`` chips, what is left): whole axes, else neighbours along one axis."""
     for length in range(len(free) + 1):
-        for chosen in sorted(itertools.combinations(free, length), key=lambda c: -sum(a.wrap for a in c)):
+        for chosen in itertools.combinations(free, length):
             if math.prod(a.size for a in chosen) == ways:
                 left = list(free)
                 for axis in chosen:
