@@ -1,5 +1,6 @@
 """RunConfig: everything that decides a run, from TOML sections plus flat ``key=value`` overrides."""
 
+import json
 import math
 import tomllib
 import types
@@ -9,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from pydantic import ValidationError
 
 from slicewise.catalog.model import first_problem
@@ -138,6 +147,11 @@ class RunConfig(Part):
         return f"{self.run.output_directory.rstrip('/')}/{self.run.run_name}"
 
     @property
+    def local_directory(self) -> Path:
+        """Where a machine keeps metrics, profiles and logs: the run's folder, or runs/NAME when that is a URL."""
+        return Path("runs") / self.run.run_name if "://" in self.directory else Path(self.directory)
+
+    @property
     def warmup_steps(self) -> int:
         if self.optimizer.warmup_steps is not None:
             return self.optimizer.warmup_steps
@@ -172,6 +186,18 @@ def load_config(path: str | None, overrides: Iterable[str] = ()) -> LoadedConfig
                 raise UserError(f"{path}: in [{section}]: {_misplaced(key)}")
             sections[section][key] = value
             origins[key] = str(path)
+    return _validate(sections, overrides, origins)
+
+
+def with_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
+    """``config`` with ``key=value`` overrides. Raises UserError as load_config does."""
+    origins = dict.fromkeys(SECTION_OF, "the run's config")
+    return _validate(config.model_dump(), overrides, origins).config
+
+
+def _validate(
+    sections: dict[str, dict[str, Any]], overrides: Iterable[str], origins: dict[str, str]
+) -> LoadedConfig:
     for override in overrides:
         key, sign, value = override.partition("=")
         if not sign or not key:
@@ -183,8 +209,8 @@ def load_config(path: str | None, overrides: Iterable[str] = ()) -> LoadedConfig
     try:
         return LoadedConfig(RunConfig(**typing.cast(Any, sections)), origins)
     except ValidationError as e:
-        key = e.errors()[0]["loc"][-1]
-        raise UserError(f"{first_problem(e, RunConfig)} (from {origins.get(str(key), 'default')})") from e
+        key = str(e.errors()[0]["loc"][-1])
+        raise UserError(f"{first_problem(e, RunConfig)} (from {origins.get(key, 'default')})") from e
 
 
 def _read_toml(path: str) -> dict[str, Any]:
@@ -252,7 +278,9 @@ def _fill(config: RunConfig, network: Literal["ici", "dcn"], size: int, found: s
         raise UserError(f"{zero[0]} = 0: expected 1 or more, or -1 to fill.")
     fill = [axis for axis, degree in degrees.items() if degree == -1]
     if len(fill) > 1:
-        raise UserError(f"{' and '.join(keys[a] for a in fill)} are both -1: only one {network}_ axis may fill.")
+        raise UserError(
+            f"{' and '.join(keys[a] for a in fill)} are both -1: only one {network}_ axis may fill."
+        )
     product = math.prod(d for d in degrees.values() if d != -1)
     asked = " x ".join(f"{keys[a]}={d}" for a, d in degrees.items() if d not in (1, -1)) or "all axes 1"
     if (fill and size % product) or (not fill and product != size):
@@ -273,12 +301,32 @@ def _factorisations(size: int, limit: int = 12) -> str:
     return shown + (", ..." if len(triples) > limit else "")
 
 
-def describe(loaded: LoadedConfig) -> Sequence[tuple[str, str, str, str, str]]:
-    """Rows (section, key, value, origin, meaning) of every key, in the order of the sections."""
+@dataclass(frozen=True)
+class Row:
+    """One key of a resolved config, as TOML, with where its value came from and what it means."""
+
+    section: str
+    key: str
+    value: str
+    origin: str
+    meaning: str
+
+
+def describe(loaded: LoadedConfig, degrees: AxisDegrees | None = None) -> Sequence[Row]:
+    """Every key in the order of the sections; with ``degrees`` the -1 of the parallelism keys are filled in."""
     rows = []
     for section, field in RunConfig.model_fields.items():
         part = typing.cast(type[Part], field.annotation)
         for key, info in part.model_fields.items():
-            value = getattr(getattr(loaded.config, section), key)
-            rows.append((section, key, repr(value), loaded.origins[key], info.description or ""))
+            value, origin = getattr(getattr(loaded.config, section), key), loaded.origins[key]
+            if value is None:
+                value, origin = getattr(loaded.config, key), "derived"
+            if degrees and value == -1:
+                network, axis, _ = key.split("_")
+                value, origin = getattr(degrees, network)[axis], "derived from the cluster"
+            rows.append(Row(section, key, _toml(value), origin, info.description or ""))
     return rows
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else json.dumps(value)

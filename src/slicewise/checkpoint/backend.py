@@ -1,0 +1,126 @@
+"""The few calls of Orbax that the store makes, without its chatter and with its real errors."""
+
+import gc
+import importlib
+import logging
+import os
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from slicewise.checkpoint.manifest import MANIFEST, STATE
+
+OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
+Arrays = Mapping[str, jax.Array]
+
+
+class ReadError(Exception):
+    """Orbax could not load; the text is the innermost cause."""
+
+
+class Orbax:
+    """Saves and loads one step directory; importing Orbax (1 to 3 s) passes in the background meanwhile."""
+
+    def __init__(self) -> None:
+        self._import = threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",))
+        self._import.start()
+
+    def start_save(self, path: epath.Path, arrays: Arrays, manifest: Mapping[str, Any]) -> Any:
+        """Returns after the copy off the devices; ``.result()`` of what it returns waits for the rest."""
+        ocp = self._module()
+        with _context(ocp):
+            return ocp.save_checkpointables_async(path, {STATE: arrays, MANIFEST: manifest}, overwrite=True)
+
+    def load(self, path: epath.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Loads the named arrays. Raises ReadError."""
+        ocp = self._module()
+        make_noisy = _hide_noise(path)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            try:
+                with _context(ocp):
+                    loaded = ocp.load_checkpointables(path, {STATE: arrays})[STATE]
+                make_noisy()  # not after a failure, which other threads and abandoned tasks will yet report
+                return loaded
+            except Exception as e:
+                cause = reason(e)
+            gc.collect()  # frees the failed tasks, which complain of it: here, where it is hidden
+        raise ReadError(cause)
+
+    def close(self) -> None:
+        self._import.join()
+
+    def _module(self) -> Any:
+        self._import.join()
+        logger = logging.getLogger("absl")
+        if _drop_chatter not in logger.filters:
+            logger.addFilter(_drop_chatter)
+        return importlib.import_module("orbax.checkpoint").v1
+
+
+def _context(ocp: Any) -> Any:
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name=MANIFEST)
+    context = ocp.Context()
+    context.checkpointables.registry = registry
+    context.pytree.loading.partial_load = True  # the store has compared the trees by then
+    context.array.saving.use_compression = False
+    context.asynchronous.create_directories_asynchronously = False  # a failure would leave threads waiting
+    return context
+
+
+def _drop_chatter(record: logging.LogRecord) -> bool:
+    """Drops progress notes, and the stack traces of errors that reach the caller anyway."""
+    if "/orbax/" not in record.pathname:
+        return True
+    return record.levelno >= logging.WARNING and "run() raised an exception" not in record.getMessage()
+
+
+def _hide_noise(path: epath.Path) -> Callable[[], None]:
+    """Hides hundreds of lines that follow a failed load: from abandoned tasks, and from TensorStore's threads
+    whose event loop is gone. Returns what undoes it.
+    """
+    shown = sys.unraisablehook
+    logger = logging.getLogger("asyncio")
+
+    def unraisable(report: Any) -> None:
+        code = getattr(report.object, "cr_code", None)
+        abandoned = code is not None and "/orbax/" in code.co_filename
+        if not abandoned and str(report.exc_value) != "Event loop is closed":
+            shown(report)
+
+    def about_others(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return "/orbax/" not in message and str(path) not in message
+
+    def undo() -> None:
+        sys.unraisablehook = shown
+        logger.removeFilter(about_others)
+
+    sys.unraisablehook = unraisable
+    logger.addFilter(about_others)
+    return undo
+
+
+def reason(error: BaseException) -> str:
+    """The innermost cause in one line, as the operating system words it where it has a say."""
+    while (inner := error.__cause__) is not None and str(inner):
+        error = inner
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    if match := OS_ERROR.search(str(error)):
+        return os.strerror(int(match[1]))
+    text = re.sub(r'Error opening "\w+" driver: ', "", (str(error).splitlines() or [""])[0])
+    text = re.split(r" \[(?:tensorstore_spec|source locations)", text)[0].rstrip(".")
+    return f"{type(error).__name__}: {text if len(text) < 400 else text[:400] + '...'}"
+
+
+def is_environment(error: BaseException) -> bool:
+    """Whether the storage failed, rather than the program."""
+    return isinstance(error, OSError) or OS_ERROR.search(str(error)) is not None

@@ -1,0 +1,112 @@
+"""The verbs that compute: train, generate, evaluate; and config, which shows what they would do."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slicewise.cli.verbs import Verbs
+from slicewise.errors import ExitCode
+
+if TYPE_CHECKING:
+    from slicewise.config import AxisDegrees, LoadedConfig, RunConfig
+    from slicewise.launch.targets.local import ClusterShape
+
+
+def register(verbs: Verbs) -> None:
+    sub = verbs.add("train", _train, "train a model on the devices of this job, or on an emulated cluster")
+    _takes_config(sub)
+    local = "emulate a cluster here: slices x hosts per slice x devices per host, such as 2x2x2"
+    sub.add_argument("--local", metavar="SxHxD", help=local)
+
+    sub = verbs.add("config", _config, "print the resolved config, with where each value came from")
+    _takes_config(sub)
+    sub.add_argument("--local", metavar="SxHxD", help="fill in the -1 of parallelism keys for such a cluster")
+
+    sub = verbs.add("generate", _generate, "continue a prompt with a trained model")
+    sub.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one step: RUN/checkpoints/STEP")
+    sub.add_argument("--prompt", action="append", metavar="TEXT", help="repeat for a batch (default: empty)")
+    sub.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to add (default 128)")
+    sub.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 = greedy (default 0.8)")
+    sub.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
+    sub.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest that sum to P")
+    sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples (default 0)")
+
+    sub = verbs.add("evaluate", _evaluate, "loss and perplexity of a trained model on text")
+    sub.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one step: RUN/checkpoints/STEP")
+    sub.add_argument("--data", metavar="PATH", help="text to score (default: the run's held-out text)")
+    sub.add_argument("--batches", type=int, metavar="N", help="score only the first N batches (default: all)")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="replace a key of the run's config")
+
+
+def _takes_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", metavar="RUN.toml", help="config file (default: all defaults)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a key of the config")
+
+
+def _load(arguments: argparse.Namespace) -> "LoadedConfig":
+    from slicewise.config import load_config
+
+    path, overrides = arguments.config, list(arguments.overrides)
+    if path and "=" in path and not Path(path).exists():
+        path, overrides = None, [path, *overrides]
+    return load_config(path, overrides)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config = _load(arguments).config
+    if arguments.local:
+        return _train_locally(arguments, config)
+    from slicewise.train.loop import train
+
+    train(config)
+    return ExitCode.DONE
+
+
+def _train_locally(arguments: argparse.Namespace, config: "RunConfig") -> int:
+    from rich.console import Console
+
+    from slicewise.launch.targets.local import parse_shape, run_local
+
+    shape = parse_shape(arguments.local)
+    _degrees(config, shape)  # a mismatch is refused before anything starts
+    command = ["-m", "slicewise", "train", *filter(None, [arguments.config]), *arguments.overrides]
+    command += ["--debug"] if arguments.debug else []
+    return run_local(command, shape, log_directory=config.local_directory / "logs", console=Console())
+
+
+def _degrees(config: "RunConfig", shape: "ClusterShape") -> "AxisDegrees":
+    from slicewise.config import resolve_degrees
+
+    per_slice = shape.hosts_per_slice * shape.devices_per_host
+    return resolve_degrees(config, num_slices=shape.slices, devices_per_slice=per_slice)
+
+
+def _config(arguments: argparse.Namespace) -> None:
+    from slicewise.config import describe
+    from slicewise.launch.targets.local import parse_shape
+
+    loaded = _load(arguments)
+    degrees = _degrees(loaded.config, parse_shape(arguments.local)) if arguments.local else None
+    section = ""
+    for row in describe(loaded, degrees):
+        if row.section != section:
+            print(f"{section and chr(10)}[{row.section}]")
+            section = row.section
+        print(f"{row.key} = {row.value}  # {row.origin}{'. ' + row.meaning if row.meaning else ''}")
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from slicewise.train.generate import Sampling, generate
+
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    prompts = arguments.prompt or [""]
+    for text in generate(arguments.checkpoint, prompts, arguments.max_tokens, sampling):
+        print(text)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from slicewise.train.evaluate import evaluate
+
+    score = evaluate(arguments.checkpoint, arguments.data, arguments.overrides, batches=arguments.batches)
+    print(f"step {score.step}: loss {score.loss:.4f} nats/token, perplexity {score.perplexity:.3f}", end="")
+    print(f", {score.tokens:,} tokens of {score.source}")

@@ -1,0 +1,20 @@
+"""How a verb is added to the command line."""
+
+import argparse
+from collections.abc import Callable
+
+Verb = Callable[[argparse.Namespace], int | None]
+
+
+class Verbs:
+    """The verbs of the command, or of one verb that has its own."""
+
+    def __init__(self, subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"):
+        self._subparsers = subparsers
+
+    def add(self, name: str, verb: Verb, help: str) -> argparse.ArgumentParser:
+        """A parser for ``name`` that runs ``verb``."""
+        parser = self._subparsers.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+        parser.add_argument("--debug", action="store_true", help="show tracebacks")
+        parser.set_defaults(verb=verb)
+        return parser

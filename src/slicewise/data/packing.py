@@ -1,0 +1,77 @@
+"""Cuts the endless stream of one virtual shard's documents into rows of a fixed number of tokens.
+
+Dims: T tokens of a row.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from slicewise.errors import UserError
+
+NO_TARGET = -1  # where a token has no next token in its own document
+FIELDS = ("tokens", "targets", "segment_ids", "positions")
+
+
+class RowPacker:
+    """One row of every batch. ``read(k)`` gives the int32 tokens [>= 1] of the shard's k-th document.
+
+    ``state`` is (documents finished, tokens already used of the next one): all that is needed to continue.
+    """
+
+    def __init__(self, read: Callable[[int], np.ndarray], state: tuple[int, int] = (0, 0)):
+        self._read = read
+        self._documents, self._offset = state
+        self._document: np.ndarray | None = None
+
+    @property
+    def state(self) -> tuple[int, int]:
+        return self._documents, self._offset
+
+    def fill(
+        self, tokens_T: np.ndarray, targets_T: np.ndarray, segment_ids_T: np.ndarray, positions_T: np.ndarray
+    ) -> None:
+        """Writes the next row. A document that does not end in it goes on in the next row.
+
+        Segments count from 1 and positions from 0 at each document's part of the row; a target is the next
+        token of the same document, also across the row's end, and NO_TARGET at the document's last token.
+        Raises UserError when the state lies outside its document.
+        """
+        row_length = len(tokens_T)
+        start, segment = 0, 1
+        while start < row_length:
+            document = self._current()
+            taken = min(len(document) - self._offset, row_length - start)
+            end, offset = start + taken, self._offset
+            following = document[offset + 1 : offset + 1 + taken]
+            tokens_T[start:end] = document[offset : offset + taken]
+            targets_T[start : start + len(following)] = following
+            targets_T[start + len(following) : end] = NO_TARGET
+            segment_ids_T[start:end] = segment
+            positions_T[start:end] = np.arange(taken)
+            self._offset += taken
+            if self._offset == len(document):
+                self._documents, self._offset, self._document = self._documents + 1, 0, None
+            start, segment = end, segment + 1
+
+    def _current(self) -> np.ndarray:
+        if self._document is None:
+            self._document = self._read(self._documents)
+            if self._offset >= len(self._document):
+                raise UserError(
+                    f"the saved position in the data is token {self._offset} of a document that has only"
+                    f" {len(self._document)}: dataset, tokenizer or seed are not those of the checkpoint."
+                )
+        return self._document
+
+
+def rows_of_all(documents: Sequence[np.ndarray], row_length: int) -> Iterator[dict[str, np.ndarray]]:
+    """Every document once, in order, in rows of FIELDS, each int32 [T]; the end of the last row has no targets."""
+    filler = np.full(row_length, -1, np.int32)
+    packer = RowPacker(lambda k: documents[k] if k < len(documents) else filler)
+    while packer.state[0] < len(documents):
+        row = {field: np.empty(row_length, np.int32) for field in FIELDS}
+        packer.fill(*row.values())
+        is_filler = row["tokens"] < 0
+        row["tokens"][is_filler], row["targets"][is_filler], row["segment_ids"][is_filler] = 0, NO_TARGET, 0
+        yield row

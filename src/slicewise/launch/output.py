@@ -1,0 +1,70 @@
+"""What a process writes: whole lines for a terminal, its last lines, and the raw bytes in a log."""
+
+import codecs
+import os
+import re
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO
+
+TAIL_LINES = 20
+MAX_LINE_CHARS = 32 * 1024  # a longer line is shown in pieces: memory stays bounded
+
+# cursor movements and other controls of one process would spoil the lines of all others
+_CONTROLS = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+
+
+class LineReader:
+    """Bytes in, whole printable lines out. Invalid UTF-8 becomes U+FFFD; of "a\\rb" only b is shown."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._partial = ""
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def feed(self, data: bytes) -> list[str]:
+        """Lines that ``data`` completes. Empty ``data`` means the end: what is left becomes a line."""
+        text = self._partial + self._decoder.decode(data, final=not data)
+        *lines, self._partial = text.split("\n")
+        while len(self._partial) > MAX_LINE_CHARS:
+            lines.append(self._partial[:MAX_LINE_CHARS])
+            self._partial = self._partial[MAX_LINE_CHARS:]
+        if not data and self._partial:
+            lines.append(self._partial)
+            self._partial = ""
+        lines = [_printable(line) for line in lines]
+        self.tail.extend(lines)
+        return lines
+
+
+def _printable(line: str) -> str:
+    return _CONTROLS.sub("", line.rstrip("\r").rsplit("\r", 1)[-1])
+
+
+class Log:
+    """A file with the raw bytes of one process; None as path keeps nothing."""
+
+    def __init__(self, path: Path | None):
+        """Raises OSError when the file cannot be opened."""
+        self.path = path
+        self._file: BinaryIO | None = path.open("wb", buffering=0) if path else None
+
+    def write(self, data: bytes) -> str | None:
+        """A reason when the log had to end here; the process it belongs to is not to die of a full disk."""
+        if self._file is None:
+            return None
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._file.fileno(), view) :]
+        except OSError as error:
+            self.close()
+            return f"{self.path} is incomplete from here on: {error.strerror}"
+        return None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,151 @@
+"""An emulated cluster on this machine: one process a host, CPU devices in each, slices by process id.
+
+Every process runs the same command; how it finds its peers comes from the environment (child_environment).
+"""
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from slicewise.errors import ExitCode, UserError
+from slicewise.launch.attempt import FAILURE_GRACE_S, STOP_GRACE_S, Attempt
+from slicewise.launch.processes import Command, Gang
+from slicewise.train.progress import ProgressDisplay
+
+MAX_PROCESSES = 64
+MAX_DEVICES = 1024  # of all processes; each is a few threads and its own copy of replicated arrays
+
+# XLA's default gives up after 40 s within a process; on a loaded machine one rank may compile that much later
+# than another, and a rank that waits for a dead one is ended by us long before
+COLLECTIVE_TIMEOUT_S = 300
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+_TIMEOUT_FLAGS = (
+    "--xla_cpu_collective_timeout_seconds",
+    "--xla_cpu_collective_call_terminate_timeout_seconds",
+)
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    slices: int
+    hosts_per_slice: int
+    devices_per_host: int
+
+    @property
+    def processes(self) -> int:
+        return self.slices * self.hosts_per_slice
+
+    def place(self, process_id: int) -> tuple[int, int]:
+        """Slice and host of a process: id = slice * hosts_per_slice + host."""
+        return divmod(process_id, self.hosts_per_slice)
+
+
+def parse_shape(text: str) -> ClusterShape:
+    """``"2x2x4"``: slices, hosts a slice, devices a host. Raises UserError."""
+    match = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})x([0-9]{1,6})", text.strip())
+    shape = ClusterShape(*map(int, match.groups())) if match else None
+    if shape is None or min(shape.slices, shape.hosts_per_slice, shape.devices_per_host) < 1:
+        raise UserError(
+            f"--local {text!r} is not a cluster: expected SLICESxHOSTSxDEVICES, each at least 1, "
+            "such as 2x2x4 for 2 slices of 2 hosts with 4 devices each."
+        )
+    devices = shape.processes * shape.devices_per_host
+    if shape.processes > MAX_PROCESSES or devices > MAX_DEVICES:
+        raise UserError(
+            f"--local {text} is {shape.processes} processes with {devices} devices in all; one machine "
+            f"emulates at most {MAX_PROCESSES} and {MAX_DEVICES}. Use a smaller shape."
+        )
+    return shape
+
+
+def child_environment(
+    base: Mapping[str, str], shape: ClusterShape, process_id: int, coordinator_port: int
+) -> dict[str, str]:
+    """Environment of one process: ``base``, and its place in the cluster.
+
+    Raises UserError when XLA_FLAGS names a file.
+    """
+    return {
+        **base,
+        "SLICEWISE_COORDINATOR": f"127.0.0.1:{coordinator_port}",
+        "SLICEWISE_PROCESS_ID": str(process_id),
+        "SLICEWISE_NUM_PROCESSES": str(shape.processes),
+        "SLICEWISE_NUM_SLICES": str(shape.slices),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags(base.get("XLA_FLAGS", ""), shape.devices_per_host),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+
+
+def xla_flags(given: str, devices: int) -> str:
+    """``given`` with the device count replaced, and collective timeouts added where it sets none."""
+    if given.strip() and not given.strip().startswith("--"):
+        raise UserError(
+            f"XLA_FLAGS={given!r} names a file of flags, to which --local cannot add its own. "
+            "Put the flags themselves into XLA_FLAGS."
+        )
+    kept = re.sub(rf"(?:^|(?<=\s)){_DEVICE_COUNT_FLAG}(?:=\S*)?(?=\s|$)", "", given).split()
+    set_already = {flag.partition("=")[0] for flag in kept}
+    timeouts = [f"{flag}={COLLECTIVE_TIMEOUT_S}" for flag in _TIMEOUT_FLAGS if flag not in set_already]
+    return " ".join([*kept, *timeouts, f"{_DEVICE_COUNT_FLAG}={devices}"])
+
+
+def run_local(
+    command: Sequence[str],
+    shape: ClusterShape,
+    *,
+    log_directory: Path | None,
+    console: Console,
+    failure_grace_s: float = FAILURE_GRACE_S,
+    stop_grace_s: float = STOP_GRACE_S,
+) -> int:
+    """Run ``python *command`` as every host of an emulated cluster; the exit code for this process.
+
+    The first failure decides: its code where that is one of ExitCode, else INTERNAL (signals, aborts).
+    Asked to stop before that (SIGINT, SIGTERM, SIGHUP), the processes get SIGTERM and ``stop_grace_s``;
+    the code is then PREEMPTED if all ended by themselves and one said so, DONE if all had finished, else
+    128 + the signal: the state was not saved. When this process dies, even by SIGKILL, so do all of them.
+
+    ``log_directory`` gets slice0-host1.log and so on, with the raw output of each process.
+    Raises UserError when the processes or their logs cannot be started.
+    """
+    commands = _commands(command, shape, log_directory)
+    with Gang() as gang:
+        gang.start(commands)
+        with ProgressDisplay(console) as display:
+            attempt = Attempt(gang, display, failure_grace_s, stop_grace_s)
+            attempt.watch()
+    attempt.print_cause()
+    return attempt.exit_code()
+
+
+def _commands(command: Sequence[str], shape: ClusterShape, log_directory: Path | None) -> list[Command]:
+    if log_directory is not None:
+        try:
+            log_directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot create the log directory {log_directory}: {error.strerror}.", code=ExitCode.INTERNAL
+            ) from error
+    port = _free_port()
+    commands = []
+    for process_id in range(shape.processes):
+        slice_id, host = shape.place(process_id)
+        log_path = log_directory / f"slice{slice_id}-host{host}.log" if log_directory else None
+        environment = child_environment(os.environ, shape, process_id, port)
+        name, prefix = f"slice {slice_id} host {host}", f"s{slice_id}h{host} | "
+        commands.append(Command(name, prefix, [sys.executable, *command], environment, log_path))
+    return commands
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,44 @@
+"""The one matrix product of the model: activations times weight, with the backward products spelled out.
+
+Spelled out because the compiler meets each product with its operands in storage order (automatic transposition gives
+the weight gradient transposed, which costs a relayout on every backend), and because each one says where its result
+lives on the mesh.
+"""
+
+import functools
+
+import jax
+from jax.sharding import PartitionSpec
+
+
+def linear(x: jax.Array, weight: jax.Array, out_sharding: PartitionSpec, *, contract: int = 1) -> jax.Array:
+    """Contracts the last ``contract`` dims of ``x`` [*lead, *C] with the first of ``weight`` [*C, *O].
+
+    Returns [*lead, *O] with ``out_sharding``. Where both are sharded along C the partial sums are all-reduced.
+    """
+    return _linear(x, weight, tuple(out_sharding), contract)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _linear(x: jax.Array, weight: jax.Array, out_sharding: tuple, contract: int) -> jax.Array:
+    lead = x.ndim - contract
+    dims = ((tuple(range(lead, x.ndim)), tuple(range(contract))), ((), ()))
+    return jax.lax.dot_general(x, weight, dims, out_sharding=PartitionSpec(*out_sharding))
+
+
+def _forward(x: jax.Array, weight: jax.Array, out_sharding: tuple, contract: int) -> tuple:
+    return _linear(x, weight, out_sharding, contract), (x, weight)
+
+
+def _backward(out_sharding: tuple, contract: int, saved: tuple, grad: jax.Array) -> tuple:
+    x, weight = saved
+    lead = x.ndim - contract
+    over_out = ((tuple(range(lead, grad.ndim)), tuple(range(contract, weight.ndim))), ((), ()))
+    over_lead = ((tuple(range(lead)), tuple(range(lead))), ((), ()))
+    return (
+        jax.lax.dot_general(grad, weight, over_out, out_sharding=jax.typeof(x).sharding.spec),
+        jax.lax.dot_general(x, grad, over_lead, out_sharding=jax.typeof(weight).sharding.spec),
+    )
+
+
+_linear.defvjp(_forward, _backward)

@@ -1,0 +1,50 @@
+"""Global batches: each process reads the rows that its devices hold, and no others."""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from slicewise.config import RunConfig
+from slicewise.data.loader import BatchLoader
+from slicewise.train.step import TrainStep
+
+
+def local_rows(step: TrainStep) -> list[int]:
+    """The batch rows on this process's devices, ascending."""
+    tokens = step.abstract_batch["tokens"]
+    rows = tokens.shape[0]
+    return sorted(
+        {
+            row
+            for index in tokens.sharding.addressable_devices_indices_map(tokens.shape).values()
+            for row in range(*index[0].indices(rows))
+        }
+    )
+
+
+def to_global(step: TrainStep, rows: Sequence[int], local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Global arrays [B, T] from this process's ``rows`` of each, [len(rows), T]."""
+    place = {row: i for i, row in enumerate(rows)}
+
+    def build(name: str) -> jax.Array:
+        abstract, values = step.abstract_batch[name], local[name]
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            wanted = range(*index[0].indices(abstract.shape[0]))
+            return values[[place[row] for row in wanted], index[1]]
+
+        return jax.make_array_from_callback(abstract.shape, abstract.sharding, shard)
+
+    return {name: build(name) for name in step.abstract_batch}
+
+
+def held_out(config: RunConfig, step: TrainStep, batches: int) -> Iterator[dict[str, jax.Array]]:
+    """The first ``batches`` global batches of held-out text; the same ones at every call."""
+    rows = local_rows(step)
+    loader = BatchLoader(config, rows, split="held_out", vocab_size=step.spec.vocab)
+    try:
+        for _ in range(batches):
+            yield to_global(step, rows, next(loader))
+    finally:
+        loader.close()

@@ -1,0 +1,236 @@
+"""The training run of one process: restore, step, measure, save, evaluate."""
+
+import contextlib
+import math
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import slicewise
+from slicewise.config import RunConfig
+from slicewise.data.loader import BatchLoader
+from slicewise.errors import UserError
+from slicewise.parallel import cluster
+from slicewise.parallel.mesh import build_mesh
+from slicewise.train import runtime
+from slicewise.train.batches import held_out, local_rows, to_global
+from slicewise.train.metrics import MetricWriter, peak_flops_per_s, training_flops_per_token
+from slicewise.train.progress import Sink, reporter
+from slicewise.train.step import TrainState, TrainStep, build_train_step
+
+
+def train(config: RunConfig) -> None:
+    """Runs ``config`` to its last step on the devices of this job, from the newest checkpoint when resuming."""
+    runtime.start()
+    mesh = build_mesh(config, cluster.found())
+    step = build_train_step(config, mesh)
+    with contextlib.ExitStack() as stack:
+        report = stack.enter_context(reporter())
+        stack.enter_context(jax.set_mesh(mesh))
+        _Run(config, step, report, stack).run()
+    runtime.stop()
+
+
+class _Run:
+    """One run in one process. ``state`` is donated to each step and replaced by its result."""
+
+    def __init__(self, config: RunConfig, step: TrainStep, report: Sink, stack: contextlib.ExitStack):
+        self.config, self.step, self.report, self.stack = config, step, report, stack
+        self.is_first = jax.process_index() == 0
+        self.rows = local_rows(step)
+        self.store: Any = None
+        self.start = 0
+        if config.checkpoint.checkpoint_every:
+            self._open_store()
+
+    def _open_store(self) -> None:
+        from slicewise.checkpoint.store import CheckpointStore  # imports take a second: only where it is used
+
+        directory = f"{self.config.directory}/checkpoints"
+        self.store = CheckpointStore(directory, keep=self.config.checkpoint.checkpoint_keep)
+        self.stack.callback(self.store.close)
+        newest = self.store.latest()
+        if newest is not None and self.config.checkpoint.resume == "never":
+            raise UserError(
+                f"{directory} has a checkpoint at step {newest} and resume = never;"
+                " choose another run_name, delete that directory, or use resume=auto."
+            )
+        self.start = newest or 0
+
+    def run(self) -> None:
+        steps = self.config.run.steps
+        if self.start < steps:
+            state = self._train()
+        else:
+            self._say(f"{self.config.directory} is complete: {self.start} steps are done, steps = {steps}.")
+            state, _ = self._restore()
+        if self.config.evaluation.eval_batches:
+            loss = self._evaluate(state)
+            self._say(f"held-out loss {loss:.4f} nats/token, perplexity {math.exp(loss):.2f}")
+        if self.store:
+            self.store.wait()
+            self._say(f"checkpoint {self.config.directory}/checkpoints/{max(steps, self.start)}")
+
+    def _train(self) -> TrainState:
+        """Steps ``start`` + 1 to the last. Compiling, reading data and measuring the peak go on side by side."""
+        config = self.config
+        with ThreadPoolExecutor(1) as background:
+            loading: Future[BatchLoader] | None = None
+            if self.start == 0:
+                loading = background.submit(self._open_loader)
+            self.report({"event": "phase", "name": "compile"})
+            update = self.step.update.lower(self.step.abstract_state, self.step.abstract_batch).compile()
+            if loading:
+                state, loader = self.step.init(), loading.result()
+            else:
+                self.report({"event": "phase", "name": "restore"})
+                state, data_state = self._restore()
+                loader = self._open_loader(data_state[self.rows])
+        self.stack.callback(loader.close)
+        writer = None
+        if self.is_first:
+            writer = MetricWriter(
+                config.local_directory, from_step=self.start, tensorboard=config.metrics.tensorboard
+            )
+            self.stack.callback(writer.close)
+        meter = _Meter(self.config, self.step, self.report, writer)
+        self._say(self._describe())
+        for number in range(self.start + 1, config.run.steps + 1):
+            self._profile(number)
+            state, metrics = update(state, to_global(self.step, self.rows, next(loader)))
+            saves, evaluates = self._saves_at(number), self._evaluates_at(number)
+            meter.finished(number, metrics, read_now=saves or evaluates or number == config.run.steps)
+            if saves:
+                self._save(number, state, loader)
+            if evaluates:
+                meter.evaluated(number, self._evaluate(state))
+            if saves or evaluates:
+                meter.restart_clock()
+        self._profile(config.run.steps + 1)
+        return state
+
+    def _open_loader(self, state: np.ndarray | None = None) -> BatchLoader:
+        return BatchLoader(self.config, self.rows, state=state, vocab_size=self.step.spec.vocab)
+
+    def _describe(self) -> str:
+        config, mesh = self.config, self.step.mesh
+        shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+        where = f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind} in {jax.process_count()} processes"
+        begin = f"resumes after step {self.start}" if self.start else "starts"
+        tokens = config.data.global_batch_size * config.data.sequence_length
+        return f"{config.directory} {begin}: {self.step.spec.name}, {tokens:,} tokens/step, {where}, {shape}"
+
+    def _say(self, text: str) -> None:
+        if self.is_first:
+            self.report({"event": "text", "text": text})
+
+    def _saves_at(self, number: int) -> bool:
+        every = self.config.checkpoint.checkpoint_every
+        return bool(every) and (number % every == 0 or number == self.config.run.steps)
+
+    def _evaluates_at(self, number: int) -> bool:
+        """During the run; the evaluation at its end is not counted here."""
+        evaluation = self.config.evaluation
+        is_on = bool(evaluation.eval_every and evaluation.eval_batches)
+        return is_on and number % evaluation.eval_every == 0 and number < self.config.run.steps
+
+    def _save(self, number: int, state: TrainState, loader: BatchLoader) -> None:
+        data_state = np.zeros((self.config.data.global_batch_size, 2), np.int64)
+        data_state[self.rows] = loader.state
+        if jax.process_count() > 1:  # rows held by several processes have equal states, absent ones are zero
+            data_state = multihost_utils.process_allgather(data_state).max(axis=0)
+        metadata = {"config": self.config.model_dump(), "slicewise": slicewise.__version__}
+        self.store.save(number, state, data_state=data_state, metadata=metadata)
+
+    def _restore(self) -> tuple[TrainState, np.ndarray]:
+        restored = self.store.restore(self.start, self.step.abstract_state)
+        saved, rows = len(restored.data_state), self.config.data.global_batch_size
+        if saved != rows:
+            raise UserError(
+                f"checkpoint {self.config.directory}/checkpoints/{self.start} was made with global_batch_size ="
+                f" {saved}, the config says {rows}; keep it, or start another run_name."
+            )
+        return restored.state, restored.data_state
+
+    def _evaluate(self, state: TrainState) -> float:
+        """Mean held-out loss in nats a token."""
+        self.report({"event": "phase", "name": "evaluate"})
+        return mean_loss(self.config, self.step, state.params)
+
+    def _profile(self, number: int) -> None:
+        """Opens the profiling window before step ``number``, or closes it."""
+        metrics = self.config.metrics
+        if not metrics.profile_steps:
+            return
+        first = max(metrics.profile_from, self.start + 1)
+        end = min(first + metrics.profile_steps, self.config.run.steps + 1)
+        if number == first and first < end:
+            jax.profiler.start_trace(str(self.config.local_directory / "profile"))
+        elif number == end:
+            jax.profiler.stop_trace()
+
+
+def mean_loss(config: RunConfig, step: TrainStep, params: Any) -> float:
+    """Mean cross-entropy in nats a token over the held-out batches of ``config``."""
+    sums = [step.evaluate(params, batch) for batch in held_out(config, step, config.evaluation.eval_batches)]
+    total, count = (sum(float(s[i]) for s in sums) for i in range(2))
+    return total / count
+
+
+class _Meter:
+    """Times steps, turns their results into records and events, and stops a run whose loss is no number.
+
+    Results are read one step late, when the next step is already under way, except before a save or an evaluation.
+    """
+
+    def __init__(self, config: RunConfig, step: TrainStep, report: Sink, writer: MetricWriter | None):
+        self.config, self.report, self.writer = config, report, writer
+        self.tokens = config.data.global_batch_size * config.data.sequence_length
+        flops_per_token = training_flops_per_token(step.spec, config.data.sequence_length)
+        self.flops_per_device = flops_per_token * self.tokens / step.mesh.devices.size
+        self.peak = peak_flops_per_s(step.mesh)
+        self.pending: tuple[int, dict] | None = None
+        self.last_s = time.perf_counter()
+
+    def finished(self, number: int, metrics: dict, *, read_now: bool) -> None:
+        """Takes the results, not computed yet, of step ``number`` and reads those of the step before it."""
+        if self.pending:
+            self._read(*self.pending)
+        self.pending = (number, metrics)
+        if read_now:
+            self._read(*self.pending)
+            self.pending = None
+
+    def restart_clock(self) -> None:
+        """After a save or an evaluation, whose time is not the next step's."""
+        self.last_s = time.perf_counter()
+
+    def evaluated(self, number: int, loss: float) -> None:
+        self.report({"event": "text", "text": f"step {number}: held-out loss {loss:.4f} nats/token"})
+        if self.writer:
+            self.writer.write(number, {"held_out_loss": loss})
+
+    def _read(self, number: int, metrics: dict) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        now_s = time.perf_counter()
+        step_time_s, self.last_s = now_s - self.last_s, now_s
+        if not math.isfinite(values["loss"]):
+            raise UserError(
+                f"loss is {values['loss']} at step {number}; lower learning_rate or lengthen warmup_steps."
+                " Checkpoints of earlier steps are good."
+            )
+        rate = self.flops_per_device / step_time_s
+        values |= {
+            "step_time_s": step_time_s,
+            "tokens_per_s": self.tokens / step_time_s,
+            "tflops_per_s_per_device": rate / 1e12,
+            "mfu": rate / self.peak,
+        }
+        if number % self.config.metrics.log_every == 0 or number == self.config.run.steps:
+            self.report({"event": "step", "step": number, "steps": self.config.run.steps, **values})
+            if self.writer:
+                self.writer.write(number, values)

@@ -1,0 +1,109 @@
+"""The training step, built from (config, mesh) alone: the same builder serves devices that are not there."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from slicewise.catalog.model import ModelSpec
+from slicewise.config import RunConfig
+from slicewise.interop.huggingface import load_spec
+from slicewise.kernels.attention.api import Tokens
+from slicewise.model import transformer
+from slicewise.model.loss import token_losses
+from slicewise.parallel import rules
+from slicewise.train.optimizer import optimizer, schedule
+
+BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")  # each int32 [B, T]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    step: Any  # int32 scalar: optimiser steps taken
+    params: transformer.Params
+    opt_state: Any
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """Compiled functions of one (config, mesh) and the abstract values they take."""
+
+    spec: ModelSpec
+    mesh: Mesh
+    abstract_state: TrainState  # leaves are ShapeDtypeStruct with sharding
+    abstract_batch: dict[str, jax.ShapeDtypeStruct]
+    init: Callable[[], TrainState]
+    update: Callable[[TrainState, dict], tuple[TrainState, dict]]  # donates the state
+    evaluate: Callable[
+        [transformer.Params, dict], tuple[jax.Array, jax.Array]
+    ]  # (summed nats, counted tokens)
+
+
+def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
+    """Raises UserError when the model, batch and mesh do not fit each other; compiles nothing."""
+    spec = load_spec(config.model.model)
+    rules.check(spec, config.data.global_batch_size, dict(mesh.shape))
+    dtype = jnp.dtype(config.model.compute_dtype)
+    tx, learning_rate = optimizer(config), schedule(config)
+
+    def init() -> TrainState:
+        params = transformer.init(spec, jax.random.key(config.run.seed))
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+    def summed_loss(
+        params: transformer.Params, batch: dict, z_loss_weight: float
+    ) -> tuple[jax.Array, jax.Array]:
+        where = Tokens(batch["positions"], batch["segment_ids"])
+        logits_BTV, _ = transformer.forward(
+            params, spec, batch["tokens"], where, dtype=dtype, remat_policy=config.model.remat_policy
+        )
+        losses_BT = token_losses(logits_BTV, batch["targets"], z_loss_weight)
+        return losses_BT.sum(), (batch["targets"] >= 0).sum()
+
+    def update(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
+        def mean_loss(params: transformer.Params) -> jax.Array:
+            total, count = summed_loss(params, batch, config.model.z_loss_weight)
+            return total / jnp.maximum(count, 1)
+
+        loss, grads = jax.value_and_grad(mean_loss)(state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {
+            "loss": loss,
+            "gradient_norm": optax.tree.norm(grads),
+            "learning_rate": learning_rate(state.step),
+        }
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    def evaluate(params: transformer.Params, batch: dict) -> tuple[jax.Array, jax.Array]:
+        return summed_loss(params, batch, 0.0)
+
+    shape = (config.data.global_batch_size, config.data.sequence_length)
+    sharding = NamedSharding(mesh, rules.partition("batch", "sequence"))
+    with jax.set_mesh(mesh):
+        abstract_state = _with_devices(jax.eval_shape(init), mesh)
+    state_shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
+    return TrainStep(
+        spec=spec,
+        mesh=mesh,
+        abstract_state=abstract_state,
+        abstract_batch={k: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for k in BATCH_KEYS},
+        init=jax.jit(init, out_shardings=state_shardings),
+        update=jax.jit(update, donate_argnums=0, out_shardings=(state_shardings, None)),
+        evaluate=jax.jit(evaluate),
+    )
+
+
+def _with_devices(abstract: Any, mesh: Mesh) -> Any:
+    """Shardings of ``abstract`` over the devices of ``mesh`` instead of the abstract mesh that tracing knows."""
+
+    def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = x.sharding.spec if x.sharding else PartitionSpec()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(on_mesh, abstract)

@@ -1,0 +1,146 @@
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from slicewise.catalog.model import load
+from slicewise.errors import UserError
+from slicewise.interop.huggingface import spec_from_config
+from slicewise.interop.weights import load_weights
+from slicewise.kernels.attention.api import Tokens
+from slicewise.model import transformer
+from slicewise.model.loss import token_losses
+from slicewise.parallel.rules import partition
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
+DENSE = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt2"]
+
+
+@pytest.fixture(autouse=True)
+def exact_products(one_device):
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def params_of(family):
+    spec = spec_from_config(FIXTURES / family / "config.json")
+    stored = load_weights(FIXTURES / family)
+    layout = transformer.weights(spec)
+    named = transformer.leaves(layout)
+    assert stored.keys() == named.keys()
+    rows = transformer.padded_vocab(spec) - spec.vocab
+    stored["embed"] = np.pad(stored["embed"], ((0, rows), (0, 0)))
+    if "head" in stored:
+        stored["head"] = np.pad(stored["head"], ((0, 0), (0, rows)))
+    leaves = [jnp.asarray(stored[name]) for name in named]
+    return spec, jax.tree.unflatten(jax.tree.structure(layout), leaves)
+
+
+def by_row(x):
+    """[B, T], laid out as the model has it."""
+    return jax.sharding.reshard(jnp.asarray(x, jnp.int32), partition("batch", "sequence"))
+
+
+def row_tokens(tokens):
+    positions = by_row(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
+    return Tokens(positions, jnp.ones_like(positions))
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_logits_loss_and_gradient_equal_the_reference_implementation(family):
+    spec, params = params_of(family)
+    expected = np.load(FIXTURES / family / "expected.npz")
+    tokens = by_row(expected["input_ids"])
+
+    def mean_loss(embed):
+        p = transformer.Params(embed, params.position, params.layers, params.final_norm, params.head)
+        logits, _ = transformer.forward(p, spec, tokens, row_tokens(tokens), dtype=jnp.float32)
+        return token_losses(logits[:, :-1], tokens[:, 1:]).mean(), logits
+
+    (loss, logits), gradient = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))(params.embed)
+    scale = np.abs(expected["logits"]).max()
+    np.testing.assert_allclose(logits[..., : spec.vocab], expected["logits"], atol=5e-6 * scale)
+    np.testing.assert_allclose(loss, expected["loss"], rtol=2e-6)
+    wanted = expected["embedding_gradient"]
+    np.testing.assert_allclose(gradient[: len(wanted)], wanted, atol=5e-6 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_decoding_token_by_token_gives_the_logits_of_the_whole(family):
+    spec, params = params_of(family)
+    tokens = by_row(np.load(FIXTURES / family / "expected.npz")["input_ids"][:, :24])
+    whole, _ = transformer.forward(params, spec, tokens, row_tokens(tokens), dtype=jnp.float32)
+    cache = transformer.empty_cache(spec, len(tokens), 32, jnp.float32)
+    step = jax.jit(
+        lambda cache, t, where: transformer.forward(params, spec, t, where, dtype=jnp.float32, cache=cache)
+    )
+    prefill, cache = step(cache, tokens[:, :9], row_tokens(tokens[:, :9]))
+    np.testing.assert_allclose(prefill, whole[:, :9], atol=2e-5)
+    for i in range(9, 24):
+        here = by_row(np.full((len(tokens), 1), i))
+        logits, cache = step(cache, tokens[:, i : i + 1], Tokens(here, jnp.ones_like(here)))
+        np.testing.assert_allclose(logits[:, 0], whole[:, i], atol=2e-5)
+
+
+def test_documents_of_a_row_do_not_see_each_other():
+    spec = load("demo-tiny")
+    params = transformer.init(spec, jax.random.key(0))
+    tokens = by_row(jax.random.randint(jax.random.key(1), (1, 20), 0, spec.vocab))
+    first, second = tokens[:, :8], tokens[:, 8:]
+    positions = np.concatenate([np.arange(8), np.arange(12)])[None]
+    segments = np.repeat([1, 2], [8, 12])[None]
+    where = Tokens(by_row(positions), by_row(segments))
+    run = jax.jit(
+        lambda tokens, where: transformer.forward(params, spec, tokens, where, dtype=jnp.float32)[0]
+    )
+    packed = run(tokens, where)
+    for part, got in ((first, packed[:, :8]), (second, packed[:, 8:])):
+        np.testing.assert_allclose(got, run(part, row_tokens(part)), atol=1e-5)
+
+
+def test_remat_changes_no_gradient():
+    spec = load("demo-tiny")
+    params = transformer.init(spec, jax.random.key(0))
+    tokens = by_row(jax.random.randint(jax.random.key(1), (2, 16), 0, spec.vocab))
+
+    def loss(params, policy):
+        logits, _ = transformer.forward(
+            params, spec, tokens, row_tokens(tokens), dtype=jnp.float32, remat_policy=policy
+        )
+        return token_losses(logits, tokens).mean()
+
+    plain, saved = (
+        jax.jit(jax.grad(lambda p, policy=policy: loss(p, policy)))(params) for policy in ("none", "full")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), plain, saved)
+
+
+def test_padded_vocabulary_is_never_likely():
+    spec = load("demo-tiny")
+    params = transformer.init(spec, jax.random.key(0))
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    logits, _ = transformer.forward(params, spec, tokens, row_tokens(tokens), dtype=jnp.bfloat16)
+    assert logits.shape[-1] == transformer.padded_vocab(spec) > spec.vocab
+    assert logits[..., spec.vocab :].max() < -1e29
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3", "gpt-oss-20b"])
+def test_models_that_cannot_be_trained_are_refused_by_name(model):
+    with pytest.raises(UserError, match=rf"{model} has .*, which can be planned but not trained"):
+        transformer.weights(load(model))
+
+
+@pytest.mark.parametrize(
+    "model", ["llama3-8b", "llama3-405b", "gpt3-175b", "gemma3-27b", "qwen3-8b", "mistral-7b"]
+)
+def test_weights_of_a_catalog_model_count_its_parameters(model):
+    from slicewise.costs.params import parameter_count
+
+    spec = load(model)
+    total = sum(int(np.prod(w.shape)) for w in transformer.leaves(transformer.weights(spec)).values())
+    padding = (
+        (transformer.padded_vocab(spec) - spec.vocab) * spec.d_model * (1 if spec.tied_embeddings else 2)
+    )
+    assert total - padding == parameter_count(spec).total

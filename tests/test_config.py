@@ -1,0 +1,144 @@
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slicewise.config import (
+    AXES,
+    SECTION_OF,
+    RunConfig,
+    describe,
+    load_config,
+    resolve_degrees,
+    with_overrides,
+)
+from slicewise.errors import UserError
+
+
+def resolved(overrides, slices, devices):
+    return resolve_degrees(load_config(None, overrides).config, num_slices=slices, devices_per_slice=devices)
+
+
+def test_file_then_overrides_and_origins(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[run]\nsteps = 7\nseed = 3\n[optimizer]\nlearning_rate = 1\n")
+    loaded = load_config(str(path), ["steps=9", "run_name=a.b", "tensorboard=false"])
+    assert (loaded.config.run.steps, loaded.config.run.seed, loaded.config.optimizer.learning_rate) == (
+        9,
+        3,
+        1.0,
+    )
+    assert loaded.config.metrics.tensorboard is False
+    assert loaded.origins["steps"] == "command line"
+    assert loaded.origins["seed"] == str(path)
+    assert loaded.origins["model"] == "default"
+
+
+def test_described_config_reads_back_as_the_same_config(tmp_path):
+    config = load_config(None, ["steps=9", "ici_tensor_parallelism=2", 'model=a "b"']).config
+    path = tmp_path / "run.toml"
+    lines = {}
+    for row in describe(load_config(None, ["steps=9", "ici_tensor_parallelism=2", 'model=a "b"'])):
+        lines.setdefault(row.section, []).append(f"{row.key} = {row.value}")
+    path.write_text("\n".join(f"[{s}]\n" + "\n".join(keys) for s, keys in lines.items()))
+    again = load_config(str(path)).config
+    assert again.model_dump(exclude={"optimizer"}) == config.model_dump(exclude={"optimizer"})
+    assert again.warmup_steps == config.warmup_steps
+
+
+def test_every_leaf_key_is_unique_and_there_are_fewer_than_100():
+    keys = [key for field in RunConfig.model_fields.values() for key in field.annotation.model_fields]
+    assert len(keys) == len(set(keys)) == len(SECTION_OF) < 100
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stepz=3", "unknown key 'stepz'. Did you mean 'steps'?"),
+        ("steps=many", "steps = 'many'"),
+        ("steps=0", "greater than 0"),
+        ("steps=1.5", "steps = 1.5"),
+        ("dataset=txt", "'text'"),
+        ("run_name=../x", "run_name = '../x'"),
+        ("steps", "write key=value"),
+        ("adam_b1=1", "less than 1"),
+        ("run=3", "unknown key 'run'"),
+    ],
+)
+def test_bad_override_is_one_sentence(override, message):
+    with pytest.raises(UserError) as e:
+        load_config(None, [override])
+    assert message in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[run]\nstep = 3", "in [run]: unknown key 'step'. Did you mean 'steps'?"),
+        ("steps = 3", "key 'steps' belongs in section [run]"),
+        ("[model]\nsteps = 3", "key 'steps' belongs in section [run]"),
+        ("[runs]\nsteps = 3", "unknown key 'runs'. Did you mean 'run'?"),
+        ("[run\n", "is not TOML"),
+        ("[run]\nsteps = 'x'", "steps = 'x'"),
+    ],
+)
+def test_bad_file_is_one_sentence_with_its_name(tmp_path, text, message):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as e:
+        load_config(str(path))
+    assert message in str(e.value)
+    assert str(path) in str(e.value)
+
+
+def test_absent_file_and_undecodable_file(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        load_config(str(tmp_path / "none.toml"))
+    (tmp_path / "bin.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="is not TOML"):
+        load_config(str(tmp_path / "bin.toml"))
+
+
+def test_overrides_of_a_finished_config_are_checked_too():
+    config = with_overrides(RunConfig(), ["steps=5"])
+    assert config.run.steps == 5
+    with pytest.raises(UserError, match="Did you mean 'steps'"):
+        with_overrides(RunConfig(), ["stepz=5"])
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=3, max_size=3), st.integers(0, 2))
+def test_filled_axis_makes_the_product_match(degrees, fill):
+    size = math.prod(degrees)
+    asked = [-1 if i == fill else d for i, d in enumerate(degrees)]
+    keys = [f"ici_{axis}_parallelism={d}" for axis, d in zip(AXES, asked, strict=True)]
+    assert [resolved(keys, 1, size).ici[axis] for axis in AXES] == degrees
+
+
+def test_mismatch_names_both_numbers_and_what_fits():
+    with pytest.raises(UserError) as e:
+        resolved(["ici_fsdp_parallelism=3", "ici_tensor_parallelism=2"], 2, 4)
+    message = str(e.value)
+    assert "multiply to 6" in message
+    assert "4 devices per slice" in message
+    assert "1x2x2" in message
+    with pytest.raises(UserError, match=r"dcn_ axes multiply to 3 .* 2 slices"):
+        resolved(["dcn_data_parallelism=3"], 2, 4)
+
+
+def test_two_filling_axes_and_zero_are_refused():
+    with pytest.raises(UserError, match="only one ici_ axis may fill"):
+        resolved(["ici_data_parallelism=-1"], 1, 4)
+    with pytest.raises(UserError, match="ici_data_parallelism = 0"):
+        resolved(["ici_data_parallelism=0"], 1, 4)
+
+
+def test_config_verb_prints_values_with_origins():
+    command = [sys.executable, "-m", "slicewise", "config", "steps=9", "--local", "2x2x2"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "steps = 9  # command line" in out
+    assert "ici_fsdp_parallelism = 4  # derived from the cluster" in out
+    assert "dcn_data_parallelism = 2  # derived from the cluster" in out
