@@ -1,10 +1,11 @@
-"""Fits the constants of costs/calibration.toml to published step times, and cross-validates by leaving out models.
+"""Fits the constants of costs/calibration.toml to published step times, and cross-validates by leaving out
+models.
 
     python benchmarks/fit_calibration.py [--points FILE]
 
-Each constant is pulled towards a prior (a compiled kernel's cycle count, a microbenchmark, or 'unknown') with the
-width given beside it, so that a chip with few rows stays near what is known otherwise. Loss: soft L1 of the log
-ratio of predicted to published time.
+Each constant is pulled towards a prior (a compiled kernel's cycle count, a microbenchmark, or 'unknown')
+with the width given beside it, so that a chip with few rows stays near what is known otherwise. Loss: soft
+L1 of the log ratio of predicted to published time.
 """
 
 import argparse
@@ -31,7 +32,6 @@ SHARED = {
     "grid_step_us": (0.35, 0.5),
     "gather_efficiency": (0.3, 0.15),
     "grouped_efficiency": (0.8, 0.1),
-    "eight_bit_efficiency": (0.95, 0.05),
     "straggler": (0.02, 0.01),
 }
 NAMES = [(chip, name) for name in PER_CHIP for chip in CHIPS] + [("", name) for name in SHARED]

@@ -1,6 +1,7 @@
-"""Predicted against published step times: one line a row, then errors by chip, model kind, slices and precision.
+"""Predicted against published step times: one line a row, then errors by chip, model kind, slices and
+precision.
 
-    python benchmarks/published.py [--points FILE] [--breakdown]
+python benchmarks/published.py [--points FILE] [--breakdown]
 """
 
 import argparse
@@ -37,18 +38,24 @@ def main() -> None:
 
 
 def summary(results) -> None:
-    groups = {"all": lambda r: "all", "chip": lambda r: r.chip,
-              "kind": lambda r: "MoE" if r.shape.routed_parameters else "dense",
-              "slices": lambda r: "multi-slice" if r.cluster.num_slices > 1 else "single-slice",
-              "precision": lambda r: r.recipe.precision, "target": lambda r: r.kind,
-              "newest": lambda r: "newest" if r.newest else "older"}
+    groups = {
+        "all": lambda r: "all",
+        "chip": lambda r: r.chip,
+        "kind": lambda r: "MoE" if r.shape.routed_parameters else "dense",
+        "slices": lambda r: "multi-slice" if r.cluster.num_slices > 1 else "single-slice",
+        "precision": lambda r: r.recipe.precision,
+        "target": lambda r: r.kind,
+        "newest": lambda r: "newest" if r.newest else "older",
+    }
     print(f"\n{'group':14s} {'':14s} {'rows':>5s} {'median':>7s} {'p90':>7s} {'worst':>7s} {'bias':>7s}")
     for name, key in groups.items():
         for value in sorted({key(r) for r, _ in results}):
             e = np.array([x for r, x in results if key(r) == value])
             a = np.abs(e)
-            print(f"{name:14s} {value[:14]:14s} {len(e):5d} {np.median(a):7.1%} {np.quantile(a, .9):7.1%}"
-                  f" {a.max():7.1%} {np.median(e):+7.1%}")
+            print(
+                f"{name:14s} {value[:14]:14s} {len(e):5d} {np.median(a):7.1%} {np.quantile(a, 0.9):7.1%}"
+                f" {a.max():7.1%} {np.median(e):+7.1%}"
+            )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 from slicewise.catalog import chips
 from slicewise.catalog.slices import Cluster, Slice
 from slicewise.costs.layout import AttentionKernel, Degrees, Layout, Recipe
-from slicewise.costs.remat import POLICIES, RematPolicy, custom, policy
+from slicewise.costs.remat import RematPolicy, custom, policy
 from slicewise.costs.shapes import (
     Attention,
     Layer,
@@ -19,9 +19,20 @@ from slicewise.costs.shapes import (
     projections,
 )
 
+ALIASES = {
+    "fsdp_transpose": "fsdp",
+    "data_fsdp": "fsdp",
+    "sequence": "context",
+    "context_ulysses": "context",
+    "tensor_transpose": "tensor",
+    "tensor_sequence": "tensor",
+    "autoregressive": "tensor",
+    "mdl_tensor": "tensor",
+    "replica": "data",
+}
 GLOBAL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma4": 6, "gpt_oss": 2, "olmo3": 4, "llama4": 4}
-# MLPerf publishes the time of a block of training steps and one evaluation. On the one system whose plain step time
-# is also known (512 chips of v5p) the block is longer by this factor.
+# MLPerf publishes the time of a block of training steps and one evaluation. On the one system whose plain
+# step time is also known (512 chips of v5p) the block is longer by this factor.
 EVAL_ALLOWANCE = 23.815 / 22.197
 PAX_POLICIES = {  # Praxis: save_dot_except_* keeps every dot but the named ones, attention included
     "save_dot_except_logits": "minimal_with_context",
@@ -76,11 +87,9 @@ def batch_of(point: dict[str, Any], cluster: Cluster) -> float:
 
 def degrees(named: dict[str, int]) -> Degrees:
     """MaxText's axes: fsdp_transpose is a second fsdp axis, sequence and context_ulysses are context axes."""
-    alias = {"fsdp_transpose": "fsdp", "sequence": "context", "context_ulysses": "context",
-             "tensor_transpose": "tensor", "tensor_sequence": "tensor", "autoregressive": "tensor"}  # fmt: skip
     total: dict[str, int] = {}
     for axis, degree in named.items():
-        axis = alias.get(axis, axis)
+        axis = ALIASES.get(axis, axis)
         total[axis] = total.get(axis, 1) * degree
     return Degrees(**total)
 
@@ -146,11 +155,11 @@ def recipe_of(point: dict[str, Any]) -> Recipe:
     block = attention.get("block_sizes") or 512
     other, moe, dtype = point["other_flags"] or {}, point["moe_impl"] or {}, point["dtype"] or {}
     resolved = (point["parallelism"].get("resolved") or {}).get("ici") or {}
-    quantization = point["quantization"] or "none"
+    quantization = (point["quantization"] or "").strip('"') or "none"
     precision = {"none": "bf16", "int8": "int8", "fp8_full": "fp8"}[quantization]
     capacity = moe.get("capacity_factor") if not moe.get("megablox") else None
     return Recipe(
-        remat=remat_of(point["remat"]),
+        remat=remat_of(point["remat"] or {"policy": "full"}),
         precision=precision,
         static_scales="fixed" in str(other.get("weight_quantization_calibration_method")),
         attention=AttentionKernel(
@@ -186,7 +195,11 @@ def exchange_of(point: dict[str, Any]) -> str:
     text = f"{point['id']} {point['notes']} {point['other_flags']}".lower()
     if "-ulysses" in text.split()[0]:
         return "ulysses"
-    return "ring" if text.split()[0].endswith("-ring") or "context_ulysses" in str(point["parallelism"]) else "all_gather"
+    return (
+        "ring"
+        if text.split()[0].endswith("-ring") or "context_ulysses" in str(point["parallelism"])
+        else "all_gather"
+    )
 
 
 def remat_of(remat: dict[str, Any]) -> RematPolicy:
@@ -194,4 +207,4 @@ def remat_of(remat: dict[str, Any]) -> RematPolicy:
     if name == "custom" or (name == "full" and remat.get("tensors")):
         return custom(remat.get("tensors") or {})
     name = PAX_POLICIES.get(name, name)
-    return POLICIES["full"] if name == "SAVE_NOTHING" else policy(name)
+    return policy("full" if name == "SAVE_NOTHING" else name)

@@ -1,4 +1,5 @@
-"""Seconds that one device computes for one layer and one microbatch: matmuls, attention kernel, memory traffic."""
+"""Seconds that one device computes for one layer and one microbatch: matmuls, attention kernel, memory
+traffic."""
 
 from dataclasses import dataclass
 
@@ -49,14 +50,14 @@ def matmul_s(m: Matmul, work: Shard, device: Device, recipe: Recipe) -> Number:
     tokens = work.tokens * m.active
     weights = d_in * d_out
     eight_bit = recipe.precision != "bf16" and m.name != "router"
-    efficiency = c.matmul_efficiency * (device.kernels.eight_bit_efficiency if eight_bit else 1.0)
+    efficiency = c.matmul_efficiency
     if m.routed:
         weights = weights * m.experts / work.expert
         if recipe.expert_capacity_factor is None:
             efficiency = efficiency * device.kernels.grouped_efficiency
         else:
             tokens = tokens * recipe.expert_capacity_factor
-    peak = device.eight_bit_flops_per_s if eight_bit else device.flops_per_s
+    peak = device.peak_flops_per_s(recipe.precision if eight_bit else "bf16")
     flops = 2.0 * tokens * padded(d_in, device.mxu) * padded(d_out, device.mxu)
     size = 1 if eight_bit else ACT
     moved = size * (tokens * d_in + weights) + ACT * tokens * d_out
@@ -109,7 +110,10 @@ def attention_s(a: Attention, work: Shard, device: Device, recipe: Recipe) -> tu
         (backward_flops, SOFTMAX_CYCLES[1] * (1 if kernels == 1 else 1.5), kernels),
     ):
         cycles = np.maximum(device.kernels.attention_mxu_overhead * flops / per_cycle, softmax)
-        seconds.append((logits * cycles / device.clock_hz + launches * blocks * device.kernels.grid_step_us * 1e-6) / device.cores)
+        seconds.append(
+            (logits * cycles / device.clock_hz + launches * blocks * device.kernels.grid_step_us * 1e-6)
+            / device.cores
+        )
     return seconds[0], seconds[1]
 
 
@@ -123,8 +127,8 @@ def _dense_attention_s(a: Attention, logits: Number, device: Device) -> tuple[Nu
 
 
 def memory_s(layer: Layer, work: Shard, device: Device) -> Number:
-    """Elementwise work of one forward pass (norms, residuals, rotary, head transposes, activation), which matmuls
-    do not hide: bytes read and written over the achievable memory bandwidth."""
+    """Elementwise work of one forward pass (norms, residuals, rotary, head transposes, activation), which
+    matmuls do not hide: bytes read and written over the achievable memory bandwidth."""
     a = layer.attention
     residual = 8 * layer.d_model
     heads = 4 * (a.heads * a.qk_dim + a.kv_width) + 2 * a.context_width
@@ -134,8 +138,8 @@ def memory_s(layer: Layer, work: Shard, device: Device) -> Number:
 
 
 def routing_s(layer: Layer, work: Shard, device: Device, recipe: Recipe) -> Number:
-    """Moving tokens to their experts and back, one forward pass: by index when dropless, by one-hot products when
-    experts have a fixed capacity."""
+    """Moving tokens to their experts and back, one forward pass: by index when dropless, by one-hot
+    products when experts have a fixed capacity."""
     if not layer.active:
         return 0.0
     if recipe.expert_capacity_factor is not None:

@@ -9,9 +9,11 @@ from importlib import resources
 
 from slicewise.catalog.chips import Chip
 
-
 HOST_SHARE = 0.85  # of host memory that offloaded activations can have
-FLOPS_PER_CYCLE = {128: 131072, 256: 524288}  # bf16, of one core by size of its matrix units, as compilers count
+FLOPS_PER_CYCLE = {
+    128: 131072,
+    256: 524288,
+}  # bf16, of one core by size of its matrix units, as compilers count
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,6 @@ class Kernels:
     attention_mxu_overhead: float  # time of the attention kernel over that of its matmuls, where those decide
     gather_efficiency: float  # of memory bandwidth when rows are moved by index
     grouped_efficiency: float  # of a grouped matmul over a plain one
-    eight_bit_efficiency: float  # of an 8-bit matmul over a bf16 one, each against its own peak
     host_bytes_per_s: float  # to and from host memory, per device of a TPU
     straggler: float  # share of the step lost per doubling of the slices
 
@@ -44,7 +45,8 @@ class Device:
     name: str
     per_chip: int
     flops_per_s: float
-    eight_bit_flops_per_s: float
+    int8_flops_per_s: float  # the bf16 rate where the chip has no such unit
+    fp8_flops_per_s: float
     hbm_bytes: float
     hbm_bytes_per_s: float
     link_bytes_per_s: float  # ICI, one link of the chip
@@ -59,6 +61,10 @@ class Device:
     calibration: Calibration
     kernels: Kernels
 
+    def peak_flops_per_s(self, precision: str) -> float:
+        rates = {"int8": self.int8_flops_per_s, "fp8": self.fp8_flops_per_s}
+        return rates.get(precision, self.flops_per_s)
+
 
 @functools.cache
 def calibrations() -> tuple[Mapping[str, Calibration], Kernels]:
@@ -70,18 +76,21 @@ def calibrations() -> tuple[Mapping[str, Calibration], Kernels]:
 
 @functools.cache
 def device_of(chip: Chip) -> Device:
-    """The device of ``chip``, with the constants fitted for it or, for a chip never fitted, those of the newest."""
+    """The device of ``chip``, with the constants fitted for it, or the default ones for a chip never
+    fitted."""
     known, kernels = calibrations()
     n = chip.jax_devices
-    eight_bit = max(chip.int8_flops_per_s or 0.0, chip.fp8_flops_per_s or 0.0, chip.bf16_flops_per_s)
     cores = max(1, chip.cores // n) if chip.kind == "tpu" else 1
-    host_chips = 8 if chip.ici_dims == 2 else math.prod(chip.host_shape)  # that the catalog's host memory serves
+    host_chips = (
+        8 if chip.ici_dims == 2 else math.prod(chip.host_shape)
+    )  # that the catalog's host memory serves
     egress = chip.levels[0].egress_bytes_per_s if chip.levels else 0.0
     return Device(
         name=chip.name,
         per_chip=n,
         flops_per_s=chip.bf16_flops_per_s / n,
-        eight_bit_flops_per_s=eight_bit / n,
+        int8_flops_per_s=(chip.int8_flops_per_s or chip.bf16_flops_per_s) / n,
+        fp8_flops_per_s=(chip.fp8_flops_per_s or chip.bf16_flops_per_s) / n,
         hbm_bytes=chip.usable_hbm_bytes_per_device,
         hbm_bytes_per_s=chip.hbm_bytes_per_s / n,
         link_bytes_per_s=chip.ici_link_bytes_per_s or egress,
@@ -89,10 +98,12 @@ def device_of(chip: Chip) -> Device:
         hop_s=chip.hop_s,
         dcn_bytes_per_s=chip.dcn_bytes_per_s / n,
         host_bytes_per_s=chip.pcie_bytes_per_s / n,
-        host_memory_bytes=HOST_SHARE * chip.host_ram_bytes / host_chips / n if chip.host_ram_bytes else math.inf,
+        host_memory_bytes=HOST_SHARE * chip.host_ram_bytes / host_chips / n
+        if chip.host_ram_bytes
+        else math.inf,
         cores=cores,
         clock_hz=chip.bf16_flops_per_s / n / cores / FLOPS_PER_CYCLE.get(chip.mxu_dim, 131072),
         mxu=chip.mxu_dim,
-        calibration=known.get(chip.name, known["tpu7x"]),
+        calibration=known.get(chip.name, known["default"]),
         kernels=kernels,
     )

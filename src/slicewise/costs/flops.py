@@ -1,4 +1,5 @@
-"""Floating-point operations of a training step: what the model needs, and what the execution really computes."""
+"""Floating-point operations of a training step: what the model needs, and what the execution really
+computes."""
 
 from dataclasses import dataclass
 

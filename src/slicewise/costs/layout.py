@@ -29,12 +29,16 @@ class Degrees:
         return self.data * self.fsdp * self.tensor * self.context * self.expert * self.pipeline
 
 
+ONE = Degrees()
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Mesh and batch of one step. The global batch is the product of all of them but tensor and pipeline degrees."""
+    """Mesh and batch of one step. The global batch is the product of all of them but tensor and pipeline
+    degrees."""
 
     ici: Degrees
-    dcn: Degrees = Degrees()
+    dcn: Degrees = ONE
     global_batch: Number = 1  # sequences
     accumulation_steps: Number = 1
     pipeline_microbatches: Number = 1  # within one accumulation step
@@ -60,6 +64,9 @@ class AttentionKernel:
     fused_backward: bool = True
 
 
+FLASH = AttentionKernel()
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How the step is executed, apart from its layout."""
@@ -67,7 +74,7 @@ class Recipe:
     remat: RematPolicy = POLICIES["full"]
     precision: Literal["bf16", "int8", "fp8"] = "bf16"
     static_scales: bool = False  # quantisation without a pass that finds the largest value
-    attention: AttentionKernel = AttentionKernel()
+    attention: AttentionKernel = FLASH
     expert_capacity_factor: float | None = None  # None = dropless (grouped matmul)
     expert_exchange: Literal["all_to_all", "all_gather"] = "all_to_all"
     context_exchange: Literal["all_gather", "ring", "ulysses"] = "all_gather"
@@ -82,9 +89,15 @@ class Recipe:
 
 
 def place(slice_: Slice, ici: Degrees) -> tuple[torus.AxisLinks, ...] | None:
-    """The links of each axis (order of `torus.ORDER`) when ``ici`` is laid on ``slice_``; None if it cannot be."""
+    """The links of each axis (order of `torus.ORDER`) when ``ici`` is laid on ``slice_``; None if it cannot
+    be."""
+    return place_degrees(slice_, tuple(getattr(ici, axis) for axis in torus.ORDER))
+
+
+def place_degrees(slice_: Slice, degrees: tuple[int, ...]) -> tuple[torus.AxisLinks, ...] | None:
+    """As `place`, for degrees in the order of `torus.ORDER`. A switched domain gives every axis its full
+    egress."""
     chip = slice_.chip
-    degrees = tuple(getattr(ici, axis) for axis in torus.ORDER)
     assert math.prod(degrees) == slice_.devices, (degrees, slice_)
     if chip.ici_dims == 0:
         return tuple(torus.AxisLinks(1.0, 1.0) for _ in degrees)

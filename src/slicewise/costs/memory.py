@@ -11,7 +11,8 @@ MARGIN = 0.04  # share of usable memory kept free: fragmentation, and what this 
 
 
 def local_parameters(shape: ModelShape, layout: Layout) -> Number:
-    """Parameters of one device: dense ones are spread over every axis but data, routed ones over no idle expert."""
+    """Parameters of one device: dense ones are spread over every axis but data, routed ones over no idle
+    expert."""
     i, d = layout.ici, layout.dcn
     spread = i.tensor * i.fsdp * i.context * i.expert * d.fsdp * layout.total("pipeline")
     return shape.parameters / spread
@@ -46,7 +47,9 @@ def working_bytes(layer: Layer, layout: Layout, tokens: Number, recipe: Recipe) 
             mlp = mlp + width
         else:
             attention = attention + width
-    mlp = mlp + 2 * slots * layer.active * layer.d_model / t  # tokens in the order of their experts, both ways
+    mlp = (
+        mlp + 2 * slots * layer.active * layer.d_model / t
+    )  # tokens in the order of their experts, both ways
     weights = (layer.parameters - layer.routed_parameters) / t + layer.routed_parameters / (t * e)
     dense = max(m.parameters for m in layer.matmuls if not m.routed)
     largest = np.maximum(dense, max((m.parameters for m in layer.matmuls if m.routed), default=0) / e) / t
@@ -61,9 +64,9 @@ def output_bytes(shape: ModelShape, layout: Layout, tokens: Number, recipe: Reci
 
 
 def memory_bytes(shape: ModelShape, layout: Layout, recipe: Recipe, seq: int) -> dict[str, Number]:
-    """Bytes of one device by component, at the peak. That is either the loss (logits and output matrix) or the
-    last layer's backward pass (all gradients and a working set), on top of weights, optimiser state and saved
-    activations; the components of the smaller of the two are 0. ``host`` is memory of the host."""
+    """Bytes of one device by component, at the peak. That is either the loss (logits and output matrix) or
+    the last layer's backward pass (all gradients and a working set), on top of weights, optimiser state and
+    saved activations; the components of the smaller of the two are 0. ``host`` is memory of the host."""
     stages = layout.total("pipeline")
     micro = layout.accumulation_steps * layout.pipeline_microbatches
     tokens = layout.global_batch * seq / (layout.data_shards * micro)

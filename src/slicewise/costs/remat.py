@@ -1,6 +1,7 @@
 """Rematerialisation policies: which named activations of a layer are kept, kept on the host, or recomputed.
 
-Names of policies and tensors mean what they mean in MaxText. A routed MLP's tensors answer to the dense names too.
+Names of policies and tensors mean what they mean in MaxText. A routed MLP's tensors answer to the dense
+names too.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,8 @@ DOTS = ("query_wa_proj", "kv_wa_proj", *QKV, "out_proj")
 
 @dataclass(frozen=True)
 class RematPolicy:
-    """``saved`` stay in device memory, ``offloaded`` go to the host and back; everything else is recomputed."""
+    """``saved`` stay in device memory, ``offloaded`` go to the host and back; everything else is
+    recomputed."""
 
     name: str
     saved: frozenset[str] = frozenset({"decoder_layer_input"})
@@ -60,7 +62,8 @@ def policy(name: str) -> RematPolicy:
     """The policy called ``name``. Raises UserError for an unknown one."""
     if name not in POLICIES:
         raise UserError(
-            f"unknown remat_policy '{name}'.{did_you_mean(name, POLICIES)} Known: {', '.join(POLICIES)}, custom."
+            f"unknown remat_policy '{name}'.{did_you_mean(name, POLICIES)}"
+            f" Known: {', '.join(POLICIES)}, custom."
         )
     return POLICIES[name]
 
@@ -90,9 +93,11 @@ def plain_name(tensor: str) -> str:
 
 
 def tensor_widths(layer: Layer) -> dict[str, tuple[float, bool]]:
-    """Named activations that a backward pass needs: (elements per token, whether the tensor axis shards it).
+    """Named activations that a backward pass needs: (elements per token, whether the tensor axis shards
+    it).
 
-    Projections are sharded by heads or hidden dim, the residual stream by its embedding dim; latents of MLA are not.
+    Projections are sharded by heads or hidden dim, the residual stream by its embedding dim; latents of MLA
+    are not.
     """
     widths: dict[str, tuple[float, bool]] = {
         "decoder_layer_input": (layer.d_model, True),
@@ -115,6 +120,6 @@ def recomputed(layer: Layer, policy: RematPolicy) -> frozenset[str]:
 
 
 def _unneeded(layer: Layer, name: str) -> bool:
-    """Nothing in the layer's own backward pass reads the output of the last matrix of a dense MLP, unless a norm
-    follows it. A routed MLP's is read by the gradient of the router's weights."""
+    """Nothing in the layer's own backward pass reads the output of the last matrix of a dense MLP, unless a
+    norm follows it. A routed MLP's is read by the gradient of the router's weights."""
     return name in ("mlpwo", "shared_mlpwo") and not layer.post_norms

@@ -1,4 +1,5 @@
-"""What a step costs depends on shapes only: a model as groups of equal layers made of matmuls and attention."""
+"""What a step costs depends on shapes only: a model as groups of equal layers made of matmuls and
+attention."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -6,7 +7,9 @@ from typing import Literal
 
 from slicewise.catalog.model import ModelSpec
 
-Sharding = Literal["column", "row", "replicated"]  # by the tensor axis: the output dim, the input dim, neither
+Sharding = Literal[
+    "column", "row", "replicated"
+]  # by the tensor axis: the output dim, the input dim, neither
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Attention:
-    """Softmax attention of one layer: head counts and sizes; ``window`` = tokens a query sees (None = all)."""
+    """Softmax attention of one layer: head counts and sizes; ``window`` = tokens a query sees, None = all."""
 
     heads: int
     kv_heads: int
@@ -53,7 +56,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Layer:
-    """``count`` equal layers. The attention projections come first in ``matmuls``, in order of computation."""
+    """``count`` equal layers. Attention projections come first in ``matmuls``, in order of computation."""
 
     count: int
     matmuls: tuple[Matmul, ...]
@@ -82,7 +85,9 @@ class Layer:
     @functools.cached_property
     def mlp_width(self) -> int:
         """Hidden elements per token of all MLPs it passes: the width of the activation function's output."""
-        return sum(m.d_in * m.active for m in self.matmuls if m.name in ("mlpwo", "moe_mlpwo", "shared_mlpwo"))
+        return sum(
+            m.d_in * m.active for m in self.matmuls if m.name in ("mlpwo", "moe_mlpwo", "shared_mlpwo")
+        )
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,9 @@ class ModelShape:
         return self.parameters - idle
 
 
-def mlp(d_model: int, d_ff: int, gated: bool, prefix: str = "", experts: int = 1, active: int = 1) -> list[Matmul]:
+def mlp(
+    d_model: int, d_ff: int, gated: bool, prefix: str = "", experts: int = 1, active: int = 1
+) -> list[Matmul]:
     """The matrices of one MLP, named with ``prefix``: mlpwi_0, mlpwi_1 when gated, and mlpwo."""
     into = ["mlpwi_0", "mlpwi_1"] if gated else ["mlpwi_0"]
     wi = [Matmul(prefix + name, d_model, d_ff, "column", experts, active) for name in into]
@@ -147,7 +154,8 @@ def projections(d_model: int, attention: Attention, *, shared_kv: bool = False) 
 def latent_projections(
     d_model: int, attention: Attention, *, q_rank: int | None, kv_rank: int, rope_dim: int
 ) -> list[Matmul]:
-    """Matrices of multi-head latent attention: down to the latents (replicated over tensor) and up to heads."""
+    """Matrices of multi-head latent attention: down to the latents (replicated over tensor) and up to
+    heads."""
     a = attention
     query = [Matmul("query_proj", d_model, a.heads * a.qk_dim)]
     if q_rank:

@@ -12,7 +12,7 @@ from slicewise.costs.compute import ACT, Compute, Shard, layer_compute
 from slicewise.costs.device import Device, device_of
 from slicewise.costs.flops import model_flops
 from slicewise.costs.layout import Layout, Number, Recipe, place
-from slicewise.costs.memory import device_total, local_parameters, memory_bytes, saved_width
+from slicewise.costs.memory import local_parameters, memory_bytes, saved_width
 from slicewise.costs.shapes import Layer, ModelShape
 from slicewise.costs.traffic import (
     Network,
@@ -31,12 +31,15 @@ Parts = dict[str, Number]
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One training step, as planned, as compiled or as measured: the same record, to be compared line by line."""
+    """One training step, as planned, as compiled or as measured: the same record, to be compared line by
+    line."""
 
     source: Literal["plan", "compile", "measured"]
     step_time_s: float
     compute_s: Mapping[str, float]  # matmul, attention, memory, routing, output, optimizer
-    exposed_s: Mapping[str, float]  # communication that compute does not hide, by axis: 'fsdp', 'dcn data', ...
+    exposed_s: Mapping[
+        str, float
+    ]  # communication that compute does not hide, by axis: 'fsdp', 'dcn data', ...
     communication_s: Mapping[str, float]  # all of it, hidden or not
     other_s: Mapping[str, float]  # pipeline bubble, waiting for host copies, waiting for the slowest slice
     hbm_bytes: Mapping[str, float]  # of one device, by component
@@ -89,8 +92,8 @@ class Pass:
     def time(self, overlap: float) -> tuple[Number, Number, Number]:
         """Seconds of the pass, the exposed share of its communication, and the wait for host copies.
 
-        ``overlap`` is the share of a collective that the program can run behind compute; no more can hide than
-        there is compute. Host copies run beside both.
+        ``overlap`` is the share of a collective that the program can run behind compute; no more can hide
+        than there is compute. Host copies run beside both.
         """
         compute = sum(c.total for c in self.compute)
         communication = sum(self.communication.values())
@@ -103,7 +106,8 @@ class Pass:
 def layer_passes(
     layer: Layer, work: Shard, device: Device, net: Network, layout: Layout, recipe: Recipe, micro: Number
 ) -> tuple[Pass, Pass]:
-    """The forward and the backward pass of one layer; gradients of data replicas are reduced once in ``micro``."""
+    """The forward and the backward pass of one layer; gradients of data replicas are reduced once in
+    ``micro``."""
     forward, backward, again = layer_compute(layer, work, device, recipe)
     weights = weight_traffic(layer, layout, net, recipe)
     tensor = tensor_traffic(layer, work, layout, net, recipe)
@@ -128,7 +132,9 @@ def layer_passes(
     )  # fmt: skip
 
 
-def price(shape: ModelShape, device: Device, layout: Layout, net: Network, recipe: Recipe, seq: int) -> StepCosts:
+def price(
+    shape: ModelShape, device: Device, layout: Layout, net: Network, recipe: Recipe, seq: int
+) -> StepCosts:
     """Seconds of one step. ``layout`` and ``net`` may hold arrays: every term is elementwise."""
     stages = layout.total("pipeline")
     micro = layout.accumulation_steps * layout.pipeline_microbatches
@@ -182,7 +188,15 @@ def optimizer_s(parameters: Number, device: Device, recipe: Recipe) -> Number:
 
 
 def network(cluster: Cluster, layout: Layout) -> Network:
-    """The links that each axis of ``layout`` gets on ``cluster``. Raises UserError if the slice cannot hold it."""
+    """The links that each axis of ``layout`` gets on ``cluster``. Raises UserError if the slice cannot hold
+    it."""
+    for what, degrees, size in (
+        ("ICI", layout.ici.product, cluster.slice.devices),
+        ("DCN", layout.dcn.product, cluster.num_slices),
+    ):
+        if degrees != size:
+            units = "devices of a slice" if what == "ICI" else "slices"
+            raise UserError(f"the {what} axes multiply to {degrees}; expected the {size} {units}.")
     placed = place(cluster.slice, layout.ici)
     if placed is None:
         raise UserError(f"the ICI axes {layout.ici} cannot be laid out on a {cluster.slice.name} slice.")
@@ -190,11 +204,18 @@ def network(cluster: Cluster, layout: Layout) -> Network:
 
 
 def estimate(
-    shape: ModelShape, cluster: Cluster, layout: Layout, recipe: Recipe, seq: int, *, device: Device | None = None
+    shape: ModelShape,
+    cluster: Cluster,
+    layout: Layout,
+    recipe: Recipe,
+    seq: int,
+    *,
+    device: Device | None = None,
 ) -> StepEstimate:
     """The price of one step of ``shape`` on ``cluster`` for sequences of ``seq`` tokens.
 
-    ``device`` replaces the cluster's own (other constants). Raises UserError when the mesh does not fit the slice.
+    ``device`` replaces the cluster's own (other constants). Raises UserError when the mesh does not fit the
+    slice.
     """
     device = device or device_of(cluster.chip)
     net = replace(network(cluster, layout), device=device)
@@ -216,8 +237,6 @@ def estimate(
         model_flops=model_flops(shape, tokens, seq),
         peak_flops_per_s=device.flops_per_s * cluster.devices,
     )
-
-
 
 
 def _seconds(parts: Parts) -> dict[str, float]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AxisLinks:
-    """Network of one logical axis. ``links`` = one-way links per device that a collective over the axis keeps busy
-    (a wrapped ring 2, a line 1, a ring of stride s 2/s); ``hops`` = sum over its rings of the longest way."""
+    """Network of one logical axis. ``links`` = one-way links per device that a collective over the axis
+    keeps busy (a wrapped ring 2, a line 1, a ring of stride s 2/s); ``hops`` = sum over its rings of the
+    longest way."""
 
     links: float
     hops: float
@@ -20,11 +21,12 @@ ORDER = ("tensor", "context", "expert", "fsdp", "data", "pipeline")  # most traf
 
 @functools.lru_cache(maxsize=100_000)
 def map_axes(topology: tuple[int, ...], wrap: tuple[bool, ...], cores: int, degrees: tuple[int, ...]):
-    """AxisLinks of each axis of ``ORDER`` for ICI ``degrees`` in that order; None where they cannot be laid out.
+    """AxisLinks of each axis of ``ORDER`` for ICI ``degrees`` in that order; None where they cannot be laid
+    out.
 
-    ``cores`` = devices per chip, an extra axis of that size. Each logical axis takes whole physical axes when a set
-    of them has the right product (the one with most links), else parts of axes: the first comer gets
-    neighbours (a line), the rest of the axis is left as rings of that stride.
+    ``cores`` = devices per chip, an extra axis of that size. Each logical axis takes whole physical axes
+    when a set of them has the right product (the one with most links), else parts of axes: the first comer
+    gets neighbours (a line), the rest of the axis is left as rings of that stride.
     """
     free = [Piece(size, 1, w, False) for size, w in zip(topology, wrap, strict=True) if size > 1]
     if cores > 1:

@@ -9,11 +9,11 @@ import numpy as np
 from slicewise.catalog.slices import Slice
 from slicewise.costs import torus
 from slicewise.costs.device import Device
-from slicewise.costs.layout import Degrees, Layout, place
+from slicewise.costs.layout import Degrees, Layout, place_degrees
 from slicewise.costs.shapes import ModelShape
-from slicewise.costs.traffic import Network, network_of
+from slicewise.costs.traffic import Network
 
-MIN_CONTEXT_TOKENS = 512  # of a sequence on one device: below this blocks of attention are too small
+MIN_CONTEXT_TOKENS = 2048  # of a sequence on one device: below it the blocks of attention kernels shrink
 MAX_TENSOR = 64
 MICROBATCHES = tuple(2**k for k in range(11))  # of one step: accumulated, or in flight through the pipeline
 
@@ -76,7 +76,8 @@ DCN_PIPELINES = (1, 2, 4, 8)  # depths tried between slices; deeper ones lose to
 
 @dataclass(frozen=True)
 class Table:
-    """Layouts as columns. ``ici_id`` names equal ICI degrees, ``twin`` layouts that differ in ``micro`` only."""
+    """Layouts as columns. ``ici_id`` names equal ICI degrees, ``twin`` layouts that differ in ``micro``
+    only."""
 
     ici: np.ndarray  # [n, 6] in the order of ICI_ORDER
     dcn: np.ndarray  # [n, 3] in the order of DCN_AXES
@@ -139,10 +140,12 @@ def dcn_rows(num_slices: int, limits: Limits, *, fsdp: bool) -> np.ndarray:
 
 
 def combine(ici: np.ndarray, ids: np.ndarray, dcn: np.ndarray, limits: Limits) -> Table:
-    """Every pair of ``ici`` (named ``ids``) and ``dcn`` rows whose data shards get whole sequences, with every
-    count of microbatches (a power of two) that leaves whole sequences."""
+    """Every pair of ``ici`` (named ``ids``) and ``dcn`` rows whose data shards get whole sequences, with
+    every count of microbatches (a power of two) that leaves whole sequences."""
     batch = limits.global_batch
-    shards = ici[:, [ICI_ORDER.index(a) for a in ("data", "fsdp", "expert")]].prod(1)[:, None] * dcn[None, :, 1:].prod(2)
+    shards = ici[:, [ICI_ORDER.index(a) for a in ("data", "fsdp", "expert")]].prod(1)[:, None] * dcn[
+        None, :, 1:
+    ].prod(2)
     stages = ici[:, ICI_ORDER.index("pipeline")][:, None] * dcn[None, :, 0]
     a, b = np.nonzero((batch % shards == 0) & (limits.layers % stages == 0))
     sequences = batch // shards[a, b]
@@ -158,26 +161,36 @@ def joined(first: Table, second: Table) -> Table:
     return Table(*(np.concatenate(pair) for pair in zip(first.columns, second.columns, strict=True)))
 
 
-def network_of_rows(ici: np.ndarray, slice_: Slice, device: Device) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Links [n, 6] and hops [n, 6] (axes in the order of `torus.ORDER`) of every row, and which can be laid out."""
-    links = np.ones(ici.shape)
-    hops = np.ones(ici.shape)
-    fits = np.ones(len(ici), dtype=bool)
-    for k, degrees in enumerate(ici.tolist()):
-        placed = place(slice_, Degrees(**dict(zip(ICI_ORDER, degrees, strict=True))))
+@dataclass(frozen=True)
+class Placements:
+    """Where each row of ICI degrees lands on a slice: per row and axis (order of `torus.ORDER`)."""
+
+    links: np.ndarray
+    hops: np.ndarray
+    joins: np.ndarray
+    legal: np.ndarray  # rows that the slice can hold
+
+    def network(self, ids: np.ndarray, device: Device) -> Network:
+        """The links of layouts whose ICI rows are ``ids``, as arrays."""
+        columns = [
+            dict(zip(torus.ORDER, values[ids].T, strict=True))
+            for values in (self.links, self.hops, self.joins)
+        ]
+        return Network(device, *columns)
+
+
+def placements(ici: np.ndarray, slice_: Slice) -> Placements:
+    """Lays every row of ``ici`` out on ``slice_``."""
+    links, hops = np.ones(ici.shape), np.ones(ici.shape)
+    joins = np.zeros(ici.shape, dtype=bool)
+    legal = np.ones(len(ici), dtype=bool)
+    order = [ICI_ORDER.index(axis) for axis in torus.ORDER]
+    for k, degrees in enumerate(ici[:, order].tolist()):
+        placed = place_degrees(slice_, tuple(degrees))
         if placed is None:
-            fits[k] = False
+            legal[k] = False
             continue
-        one = network_of(device, dict(zip(torus.ORDER, placed, strict=True)))
-        links[k] = [one.links[axis] for axis in torus.ORDER]
-        hops[k] = [one.hops[axis] for axis in torus.ORDER]
-    return links, hops, fits
-
-
-def network_for(table: Table, links: np.ndarray, hops: np.ndarray, device: Device) -> Network:
-    """The links of every layout of ``table`` as arrays."""
-    columns = links[table.ici_id].T
-    ways = hops[table.ici_id].T
-    return Network(
-        device, dict(zip(torus.ORDER, columns, strict=True)), dict(zip(torus.ORDER, ways, strict=True))
-    )
+        links[k] = [a.links for a in placed]
+        hops[k] = [a.hops for a in placed]
+        joins[k] = [a.crosses_core for a in placed]
+    return Placements(links, hops, joins, legal)
