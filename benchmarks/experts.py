@@ -17,11 +17,14 @@ import rows
 
 from slicewise.catalog import chips
 from slicewise.catalog.slices import Cluster, Slice
+from slicewise.costs.device import device_of
 from slicewise.costs.layout import Degrees, Layout, Recipe
 from slicewise.costs.memory import device_total, memory_bytes
 from slicewise.costs.step import estimate
 from slicewise.errors import UserError
-from slicewise.plan.search import Workload, search
+from slicewise.plan.explain import deciding, trade
+from slicewise.plan.rules import Setting
+from slicewise.plan.search import Candidate, Workload, search
 
 DEFAULT = Path(__file__).parent / "data" / "expert_configs.jsonl"
 USUAL_SLICE = {"v6e": "16x16", "v5p": "4x4x4", "tpu7x": "4x4x4", "v5e": "16x16", "v4": "4x4x4"}
@@ -38,7 +41,7 @@ class Expert:
 
 def expert(config: dict[str, Any]) -> Expert | str:
     """The configuration in our terms, or why it cannot be priced."""
-    m = config["model"] or {}
+    m = overridden(config["model"] or {})
     if not m.get("layers") or not m.get("d_model"):
         return "model dims not stated"
     m = {"decoder_block": "", "gated_mlp": False, "tied_embeddings": True, **m}
@@ -46,7 +49,8 @@ def expert(config: dict[str, Any]) -> Expert | str:
     topology = (config["topology"] or USUAL_SLICE[config["chip"]]).split(" ")[0]
     asked = config["parallelism"]
     slice_ = Slice(chip, tuple(map(int, topology.split("x"))))
-    slices = config["num_slices"] or _product(asked["dcn"]) or 1
+    filled_dcn = 2 if -1 in asked["dcn"].values() else 1  # an axis that fills the slices asks for several
+    slices = config["num_slices"] or max(filled_dcn, _product(asked["dcn"]))
     cluster = Cluster(slice_, slices)
     ici = filled(asked["ici"], slice_.devices, "fsdp")
     dcn = filled(asked["dcn"], slices, "data")
@@ -60,10 +64,35 @@ def expert(config: dict[str, Any]) -> Expert | str:
         shape = rows.shape_of(m)
     except UserError as e:
         return str(e)
+    layout = Layout(ici, dcn, int(batch))
+    memory = memory_bytes(shape, layout, recipe, config["seq_len"])
+    state = float(memory["weights"] + memory["optimizer"])
+    if not config["num_slices"] and state > device_of(chip).hbm_bytes:
+        return (
+            f"its slices are not stated and {slices} cannot hold its state ({state / 2**30:.0f} GiB a device)"
+        )
     return Expert(
         config["id"], Workload(shape, config["seq_len"], int(batch)), cluster,
-        Layout(ici, dcn, int(batch)), recipe,
+        layout, recipe,
     )  # fmt: skip
+
+
+def overridden(m: dict[str, Any]) -> dict[str, Any]:
+    """A model given as MaxText overrides of its Mixtral, with the dims under their plain names."""
+    o = m.get("overrides")
+    if not o:
+        return m
+    names = {
+        "layers": "base_num_decoder_layers", "d_model": "base_emb_dim", "d_ff": "base_mlp_dim",
+        "heads": "base_num_query_heads", "kv_heads": "base_num_kv_heads", "head_dim": "head_dim",
+        "vocab": "vocab_size",
+    }  # fmt: skip
+    moe = {
+        "num_experts": o["num_experts"], "top_k": o["num_experts_per_tok"], "moe_d_ff": o["base_mlp_dim"],
+        "shared_experts": 0, "first_dense_layers": 0,
+    }  # fmt: skip
+    dims = {name: o[key] for name, key in names.items()}
+    return {"name": m["name"], **dims, "gated_mlp": True, "tied_embeddings": False, "moe": moe}
 
 
 def _product(axes: dict[str, int]) -> int:
@@ -94,6 +123,8 @@ def compare(e: Expert, top: int) -> dict[str, Any]:
     )
     first = result.ranked[0]
     mesh = (e.layout.ici, e.layout.dcn)
+    priced = Candidate(e.cluster, e.layout, e.recipe, theirs)
+    setting = Setting(e.workload.shape, e.cluster, e.workload.seq, e.workload.tokens)
     rank = next((k + 1 for k, c in enumerate(result.ranked) if (c.layout.ici, c.layout.dcn) == mesh), None)
     memory = memory_bytes(e.workload.shape, e.layout, e.recipe, e.workload.seq)
     return {
@@ -101,6 +132,7 @@ def compare(e: Expert, top: int) -> dict[str, Any]:
         "ours_s": first.estimate.step_time_s,
         "rank": rank,
         "ours": first,
+        "reason": deciding(setting, priced) or trade(priced, first),
         "fill": float(device_total(memory)) / theirs.hbm_limit_bytes,
     }
 
@@ -128,7 +160,7 @@ def main() -> None:
         except UserError as error:
             skipped.append((e.id, str(error)))
             continue
-        compared.append(r)
+        compared.append((e.id, r))
         ours = r["ours"]
         print(
             f"{e.id[:52]:53s} {text(e.layout.ici):22s} {text(e.layout.dcn):8s} {r['theirs_s']:8.3f} "
@@ -138,11 +170,14 @@ def main() -> None:
             f"{ours.recipe.remat.name[:28]:28s}"
             f" rank {r['rank'] or '-'}"
         )
-    slower = sum(r["ours_s"] > r["theirs_s"] * (1 + 1e-9) for r in compared)
-    found = sum(r["rank"] is not None for r in compared)
+    slower = sum(r["ours_s"] > r["theirs_s"] * (1 + 1e-9) for _, r in compared)
+    found = sum(r["rank"] is not None for _, r in compared)
     print(f"\n{len(compared)} compared, {len(skipped)} skipped in {time.perf_counter() - started:.0f} s")
     print(f"our choice predicted slower than the expert's: {slower}")
     print(f"expert's mesh in our top {args.top}: {found} ({found / max(1, len(compared)):.0%})")
+    for name, r in compared:
+        if r["rank"] is None:
+            print(f"  outside the top {args.top}: {name}: {r['reason'].text}")
     for name, why in skipped:
         print(f"  skipped {name}: {why}")
 

@@ -6,6 +6,7 @@ Targets: a priced configuration under 20 ms; 256 slices of 9,216 chips searched 
 slices of 512 chips from shell to output in under 1 s.
 """
 
+import os
 import platform
 import subprocess
 import sys
@@ -27,30 +28,36 @@ SEARCHES = (
 )
 
 
-def best_of(runs: int, call: Callable[[], object]) -> float:
-    times = []
+def timed(call: Callable[[], object], runs: int = 1) -> str:
+    """Wall and CPU seconds of ``call``, the least of ``runs``; CPU counts child processes."""
+    walls, cpus = [], []
     for _ in range(runs):
-        started = time.perf_counter()
+        wall, cpu = time.perf_counter(), cpu_s()
         call()
-        times.append(time.perf_counter() - started)
-    return min(times)
+        walls.append(time.perf_counter() - wall)
+        cpus.append(cpu_s() - cpu)
+    return f"{min(walls):9.4f} s wall {min(cpus):9.4f} s CPU"
+
+
+def cpu_s() -> float:
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 def main() -> None:
-    print(f"{time.strftime('%Y-%m-%d')} python {platform.python_version()} {platform.processor()}")
+    print(f"{time.strftime('%Y-%m-%d')} python {platform.python_version()}, load {os.getloadavg()[0]:.1f}")
     shape = model_shape(model.load("llama3-70b"))
     cluster = slices.cluster("v5p:8x8x8", 4)
     layout = Layout(Degrees(fsdp=512), Degrees(data=4), 2048)
-    price = best_of(20, lambda: estimate(shape, cluster, layout, Recipe(), 8192))
-    print(f"one priced configuration                                  {price * 1e3:8.2f} ms")
+    many = timed(lambda: [estimate(shape, cluster, layout, Recipe(), 8192) for _ in range(100)])
+    print(f"{'100 priced configurations':58s}{many}")
     for name, place, count, seq, batch in SEARCHES:
         work = Workload(model_shape(model.load(name)), seq, batch)
         where = slices.cluster(place, count)
-        started = time.perf_counter()
-        result = search(work, where)
-        explain(result)
-        taken = time.perf_counter() - started
-        print(f"{name:14s} {count:3d} x {place:16s} {result.considered:8d} layouts  {taken:8.2f} s")
+        results = []
+        spent = timed(lambda: results.append(search(work, where)))  # noqa: B023
+        explain(results[0])
+        print(f"{name:14s} {count:3d} x {place:16s} {results[0].considered:8d} layouts      {spent}")
     code = (
         "from slicewise.catalog import model, slices\n"
         "from slicewise.costs.shapes import model_shape\n"
@@ -59,8 +66,9 @@ def main() -> None:
         "w = Workload(model_shape(model.load('llama3-70b')), 8192, 2048)\n"
         "print(explain(search(w, slices.cluster('v5p:8x8x8', 4))).winner_text)\n"
     )
-    shell = best_of(3, lambda: subprocess.run([sys.executable, "-c", code], check=True, capture_output=True))
-    print(f"a new process that plans 4 slices of 512 chips            {shell:8.2f} s")
+    process = [sys.executable, "-c", code]
+    shell = timed(lambda: subprocess.run(process, check=True, capture_output=True), 3)
+    print(f"{'a new process that plans 4 slices of 512 chips':58s}{shell}")
 
 
 if __name__ == "__main__":

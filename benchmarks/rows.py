@@ -176,12 +176,14 @@ def recipe_of(point: dict[str, Any]) -> Recipe:
         one_hot_embedding=bool(other.get("use_iota_embed")),
         vocab_tiles=int(other.get("num_vocab_tiling") or 1),
         async_collectives=point["chip"] != "v6e" or "async" in (point["xla_flags"] or ""),
-        **bytes_of(dtype),
+        **bytes_of(dtype, point.get("optimizer")),
     )
 
 
-def bytes_of(dtype: dict[str, Any]) -> dict[str, int]:
-    """Moments and gradients are of the weights' type unless the row says otherwise."""
+def bytes_of(dtype: dict[str, Any], optimizer: str | None) -> dict[str, int]:
+    """Moments and gradients are of the weights' type unless the row says otherwise; SGD has no moments."""
+    if optimizer == "sgd":
+        return {**bytes_of(dtype, None), "moment_bytes": 0}
     if dtype.get("weights") == "bfloat16":
         return {"weight_bytes": 2, "moment_bytes": 4, "gradient_bytes": 2}
     return {

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slicewise.catalog import model, slices
-from slicewise.costs.layout import Degrees, Recipe
-from slicewise.costs.memory import MARGIN, device_total, memory_bytes
+from slicewise.costs.layout import Recipe
+from slicewise.costs.memory import MARGIN
 from slicewise.costs.remat import POLICIES
 from slicewise.costs.shapes import model_shape
 from slicewise.costs.step import estimate
@@ -70,13 +70,7 @@ def test_the_search_is_deterministic():
 
 def test_weights_are_sharded_over_dcn_only_where_no_replica_fits():
     small = search(Workload(LLAMA8, 4096, 256), slices.cluster("v5e:4x4", 4))
-    assert small.ranked[0].layout.dcn.fsdp == 1
-    for c in small.ranked:
-        if c.layout.dcn.fsdp > 1:
-            replicas = dataclasses.replace(c.layout, dcn=Degrees(data=4), accumulation_steps=1)
-            least = float(device_total(memory_bytes(LLAMA8, replicas, Recipe(), 4096)))
-            state = 12 * LLAMA8.parameters / (c.layout.ici.product / c.layout.ici.data)
-            assert max(least, state) > (1 - MARGIN) * c.estimate.hbm_limit_bytes
+    assert all(c.layout.dcn.fsdp == 1 for c in small.ranked)
     crowded = search(Workload(LLAMA70, 4096, 256), slices.cluster("v5e:8x8", 4))
     assert crowded.ranked[0].layout.dcn.fsdp == 4
     assert all(c.layout.dcn.fsdp > 1 or c.layout.dcn.pipeline > 1 for c in crowded.ranked)

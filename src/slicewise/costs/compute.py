@@ -13,7 +13,10 @@ from slicewise.costs.shapes import Attention, Layer, Matmul
 
 ACT = 2  # bytes of an activation (bf16)
 
-SOFTMAX_CYCLES = (3.31e-3, 5.27e-3)  # vector cycles per logit and core: forward, backward (compiled kernels)
+# Vector cycles of one core per logit, from the bundles of compiled attention kernels (blocks of 1024, 2048).
+SOFTMAX_FORWARD = 3.31e-3
+SOFTMAX_BACKWARD = 5.27e-3
+SOFTMAX_SPLIT_BACKWARD = 1.5 * SOFTMAX_BACKWARD  # dq and dkv apart; not measured
 
 
 @dataclass(frozen=True)
@@ -98,27 +101,27 @@ def attention_s(a: Attention, work: Shard, device: Device, recipe: Recipe) -> tu
     logits = sequences * a.heads / work.tensor * logits
     if kernel.kind == "dot":
         return _dense_attention_s(a, logits, device)
-    per_cycle = device.flops_per_s / device.clock_hz / device.cores
-    blocks = logits / (np.minimum(kernel.block_q, work.seq) * np.minimum(kernel.block_kv, work.seq))
+    blocks = logits / (min(kernel.block_q, work.seq) * min(kernel.block_kv, work.seq))
     qk, v = padded(a.qk_dim, 128), padded(a.v_dim, 128)
-    forward_flops = 2 * (qk + v)
-    backward_flops = 2 * (3 * qk + 2 * v) if kernel.fused_backward else 2 * (4 * qk + 3 * v)
-    kernels = 1 if kernel.fused_backward else 2
-    seconds = []
-    for flops, softmax, launches in (
-        (forward_flops, SOFTMAX_CYCLES[0], 1),
-        (backward_flops, SOFTMAX_CYCLES[1] * (1 if kernels == 1 else 1.5), kernels),
-    ):
-        cycles = np.maximum(device.kernels.attention_mxu_overhead * flops / per_cycle, softmax)
-        seconds.append(
-            (logits * cycles / device.clock_hz + launches * blocks * device.kernels.grid_step_us * 1e-6)
-            / device.cores
-        )
-    return seconds[0], seconds[1]
+    forward = _kernel_s(logits, blocks, 2 * (qk + v), SOFTMAX_FORWARD, device)
+    if kernel.fused_backward:
+        return forward, _kernel_s(logits, blocks, 2 * (3 * qk + 2 * v), SOFTMAX_BACKWARD, device)
+    # Separate kernels for dq and dkv compute the logits and the softmax's gradient twice.
+    split = _kernel_s(logits, 2 * blocks, 2 * (4 * qk + 3 * v), SOFTMAX_SPLIT_BACKWARD, device)
+    return forward, split
+
+
+def _kernel_s(logits: Number, steps: Number, flops: Number, softmax: float, device: Device) -> Number:
+    """Grid steps, and per logit the slower of matmuls (``flops``) and softmax (cycles) on each core."""
+    k = device.kernels
+    matmul = k.attention_mxu_overhead * flops * device.cores / device.flops_per_s
+    busy = logits * np.maximum(matmul, softmax / device.clock_hz)
+    return (busy + steps * k.grid_step_us * 1e-6) / device.cores
 
 
 def _dense_attention_s(a: Attention, logits: Number, device: Device) -> tuple[Number, Number]:
-    """Attention that writes its logits: matmuls at the plain rate, and passes over the logits in float32."""
+    """Attention that writes its logits: matmuls at the plain rate, and passes over the logits in float32 (4
+    forward: write, two reads of the softmax, write; 5 backward)."""
     c = device.calibration
     rate = device.flops_per_s * c.matmul_efficiency
     pass_s = logits * 4 / (device.hbm_bytes_per_s * c.hbm_efficiency)
@@ -127,8 +130,11 @@ def _dense_attention_s(a: Attention, logits: Number, device: Device) -> tuple[Nu
 
 
 def memory_s(layer: Layer, work: Shard, device: Device) -> Number:
-    """Elementwise work of one forward pass (norms, residuals, rotary, head transposes, activation), which
-    matmuls do not hide: bytes read and written over the achievable memory bandwidth."""
+    """Elementwise work of one forward pass, which matmuls do not hide: bytes over the memory bandwidth.
+
+    Reads and writes counted: two norms and two residual sums on the stream (8), rotary and the kernel's
+    layout of queries, keys and values (4) and of the context (2), the activation function (3).
+    """
     a = layer.attention
     residual = 8 * layer.d_model
     heads = 4 * (a.heads * a.qk_dim + a.kv_width) + 2 * a.context_width

@@ -24,6 +24,7 @@ class Calibration:
     hbm_efficiency: float
     ici_efficiency: float
     overlap: float  # share of a collective that can run behind compute
+    host_bytes_per_s: float | None = None  # of one device, where the catalog's PCIe rate is a generic one
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Kernels:
     attention_mxu_overhead: float  # time of the attention kernel over that of its matmuls, where those decide
     gather_efficiency: float  # of memory bandwidth when rows are moved by index
     grouped_efficiency: float  # of a grouped matmul over a plain one
-    host_bytes_per_s: float  # to and from host memory, per device of a TPU
+    host_efficiency: float  # of the catalog's PCIe rate
+    tensor_overlap: float  # share of a tensor collective that runs behind the matmul it feeds
     straggler: float  # share of the step lost per doubling of the slices
 
 
@@ -81,9 +83,9 @@ def device_of(chip: Chip) -> Device:
     known, kernels = calibrations()
     n = chip.jax_devices
     cores = max(1, chip.cores // n) if chip.kind == "tpu" else 1
-    host_chips = (
-        8 if chip.ici_dims == 2 else math.prod(chip.host_shape)
-    )  # that the catalog's host memory serves
+    # Chips that the catalog's host memory serves.
+    host_chips = 8 if chip.ici_dims == 2 else math.prod(chip.host_shape)
+    calibration = known.get(chip.name, known["default"])
     egress = chip.levels[0].egress_bytes_per_s if chip.levels else 0.0
     return Device(
         name=chip.name,
@@ -97,13 +99,13 @@ def device_of(chip: Chip) -> Device:
         torus=chip.ici_dims > 0,
         hop_s=chip.hop_s,
         dcn_bytes_per_s=chip.dcn_bytes_per_s / n,
-        host_bytes_per_s=chip.pcie_bytes_per_s / n,
+        host_bytes_per_s=calibration.host_bytes_per_s or kernels.host_efficiency * chip.pcie_bytes_per_s / n,
         host_memory_bytes=HOST_SHARE * chip.host_ram_bytes / host_chips / n
         if chip.host_ram_bytes
         else math.inf,
         cores=cores,
         clock_hz=chip.bf16_flops_per_s / n / cores / FLOPS_PER_CYCLE.get(chip.mxu_dim, 131072),
         mxu=chip.mxu_dim,
-        calibration=known.get(chip.name, known["default"]),
+        calibration=calibration,
         kernels=kernels,
     )

@@ -34,8 +34,7 @@ ONE = Degrees()
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh and batch of one step. The global batch is the product of all of them but tensor and pipeline
-    degrees."""
+    """Mesh and batch of one step. Fields may be arrays of one shape: many layouts at once."""
 
     ici: Degrees
     dcn: Degrees = ONE

@@ -1,10 +1,12 @@
 """Device memory of a training step by component. Every function takes numbers or arrays of many layouts."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from slicewise.costs.compute import ACT
 from slicewise.costs.layout import Layout, Number, Recipe
-from slicewise.costs.remat import tensor_widths
+from slicewise.costs.remat import plain_name, tensor_widths
 from slicewise.costs.shapes import Layer, ModelShape
 
 MARGIN = 0.04  # share of usable memory kept free: fragmentation, and what this model does not see
@@ -23,13 +25,9 @@ def saved_width(layer: Layer, recipe: Recipe, tensor: Number, *, where: str) -> 
     names = recipe.remat.saved if where == "device" else recipe.remat.offloaded
     width: Number = 0.0
     for name, (elements, sharded) in tensor_widths(layer).items():
-        if plain(name) in names:
+        if plain_name(name) in names:
             width = width + elements / (tensor if sharded else 1)
     return width
-
-
-def plain(name: str) -> str:
-    return name.removeprefix("moe_").removeprefix("shared_")
 
 
 def working_bytes(layer: Layer, layout: Layout, tokens: Number, recipe: Recipe) -> Number:
@@ -63,35 +61,63 @@ def output_bytes(shape: ModelShape, layout: Layout, tokens: Number, recipe: Reci
     return logits + (ACT + 4) * shape.vocab * shape.d_model / t
 
 
-def memory_bytes(shape: ModelShape, layout: Layout, recipe: Recipe, seq: int) -> dict[str, Number]:
-    """Bytes of one device by component, at the peak. That is either the loss (logits and output matrix) or
-    the last layer's backward pass (all gradients and a working set), on top of weights, optimiser state and
-    saved activations; the components of the smaller of the two are 0. ``host`` is memory of the host."""
-    stages = layout.total("pipeline")
+@dataclass(frozen=True)
+class Peak:
+    """What does not depend on the remat policy: bytes of a device, and tokens of a microbatch."""
+
+    weights: Number
+    optimizer: Number
+    gradients: Number
+    working: Number
+    output: Number
+    tokens: Number
+    in_flight: Number  # tokens whose activations one stage keeps
+
+
+def peak_bytes(shape: ModelShape, layout: Layout, recipe: Recipe, seq: int) -> Peak:
     micro = layout.accumulation_steps * layout.pipeline_microbatches
     tokens = layout.global_batch * seq / (layout.data_shards * micro)
-    kept = tokens * layout.pipeline_microbatches / stages  # every microbatch of a stage is in flight
     local = local_parameters(shape, layout)
-    saved: Number = 0.0
-    host: Number = 0.0
     working: Number = 0.0
     for layer in shape.layers:
-        t = layout.ici.tensor
-        saved = saved + layer.count * kept * ACT * saved_width(layer, recipe, t, where="device")
-        host = host + layer.count * kept * ACT * saved_width(layer, recipe, t, where="host")
         working = np.maximum(working, working_bytes(layer, layout, tokens, recipe))
-    output = output_bytes(shape, layout, tokens, recipe)
     accumulator = np.where(layout.accumulation_steps > 1, 4.0, 0.0) if recipe.gradient_bytes < 4 else 0.0
-    gradients = local * (recipe.gradient_bytes + accumulator)
-    at_loss = output > working + gradients
+    return Peak(
+        weights=local * recipe.weight_bytes,
+        optimizer=local * recipe.moment_bytes,
+        gradients=local * (recipe.gradient_bytes + accumulator),
+        working=working,
+        output=output_bytes(shape, layout, tokens, recipe),
+        tokens=tokens,
+        in_flight=tokens * layout.pipeline_microbatches / layout.total("pipeline"),
+    )
+
+
+def memory_bytes(
+    shape: ModelShape, layout: Layout, recipe: Recipe, seq: int, *, peak: Peak | None = None
+) -> dict[str, Number]:
+    """Bytes of one device by component, at the peak. That is either the loss (logits and output matrix) or
+    the last layer's backward pass (all gradients and a working set), on top of weights, optimiser state and
+    saved activations; the components of the smaller of the two are 0. ``host`` is memory of the host.
+
+    ``peak`` = `peak_bytes` of the same arguments, where it is known already.
+    """
+    p = peak or peak_bytes(shape, layout, recipe, seq)
+    t = layout.ici.tensor
+    saved: Number = 0.0
+    host: Number = 0.0
+    for layer in shape.layers:
+        saved = saved + layer.count * saved_width(layer, recipe, t, where="device")
+        host = host + layer.count * saved_width(layer, recipe, t, where="host")
+    at_loss = p.output > p.working + p.gradients
     return {
-        "weights": local * recipe.weight_bytes,
-        "optimizer": local * recipe.moment_bytes,
-        "gradients": np.where(at_loss & (layout.accumulation_steps == 1), 0.0, gradients),
-        "activations": saved,
-        "working set": np.where(at_loss, 0.0, working),
-        "logits": np.where(at_loss, output, 0.0),
-        "host": host,
+        "weights": p.weights,
+        "optimizer": p.optimizer,
+        "gradients": np.where(at_loss & (layout.accumulation_steps == 1), 0.0, p.gradients),
+        "activations": ACT * p.in_flight * saved,
+        "working set": np.where(at_loss, 0.0, p.working),
+        "logits": np.where(at_loss, p.output, 0.0),
+        "host": ACT * p.in_flight * host,
     }
 
 

@@ -89,18 +89,23 @@ class Pass:
     communication: Parts
     host_s: Number
 
-    def time(self, overlap: float) -> tuple[Number, Number, Number]:
-        """Seconds of the pass, the exposed share of its communication, and the wait for host copies.
+    def time(self, device: Device, recipe: Recipe) -> tuple[Number, Parts, Number]:
+        """Seconds of the pass, its exposed communication by axis, and the wait for host copies.
 
-        ``overlap`` is the share of a collective that the program can run behind compute; no more can hide
-        than there is compute. Host copies run beside both.
+        A share of every collective can run behind compute, and no more than there is compute; tensor
+        collectives hide in the matmuls they feed, part by part. Host copies run beside both.
         """
         compute = sum(c.total for c in self.compute)
-        communication = sum(self.communication.values())
-        hidden = np.minimum(overlap * communication, compute)
-        busy = compute + communication - hidden
-        share = (communication - hidden) / np.maximum(communication, 1e-30)
-        return np.maximum(busy, self.host_s), share, np.maximum(self.host_s - busy, 0.0)
+        asynchronous = 1.0 if recipe.async_collectives else 0.0
+        own = {"tensor": device.kernels.tensor_overlap}
+        can_hide = {
+            axis: asynchronous * own.get(axis, device.calibration.overlap) * seconds
+            for axis, seconds in self.communication.items()
+        }
+        room = np.minimum(1.0, compute / np.maximum(sum(can_hide.values()), 1e-30))
+        exposed = {axis: spent - room * can_hide[axis] for axis, spent in self.communication.items()}
+        busy = compute + sum(exposed.values())
+        return np.maximum(busy, self.host_s), exposed, np.maximum(self.host_s - busy, 0.0)
 
 
 def layer_passes(
@@ -141,7 +146,6 @@ def price(
     i = layout.ici
     tokens = layout.global_batch * seq / (layout.data_shards * micro)
     work = Shard(tokens, seq, i.tensor, i.context, i.expert)
-    overlap = device.calibration.overlap if recipe.async_collectives else 0.0
     compute: Parts = dict.fromkeys(("matmul", "attention", "memory", "routing"), 0.0)
     exposed: Parts = {}
     communication: Parts = {}
@@ -149,7 +153,7 @@ def price(
     host_wait: Number = 0.0
     for layer in shape.layers:
         for one in layer_passes(layer, work, device, net, layout, recipe, micro):
-            seconds, share, wait = one.time(overlap)
+            seconds, shown, wait = one.time(device, recipe)
             layers = layer.count / stages
             stage_s = stage_s + layers * seconds
             host_wait = host_wait + layers * micro * wait
@@ -157,7 +161,7 @@ def price(
                 compute[name] = compute[name] + layers * micro * sum(getattr(c, name) for c in one.compute)
             for axis, spent in one.communication.items():
                 communication[axis] = communication.get(axis, 0.0) + layers * micro * spent
-                exposed[axis] = exposed.get(axis, 0.0) + layers * micro * spent * share
+                exposed[axis] = exposed.get(axis, 0.0) + layers * micro * shown[axis]
     hops = pipeline_traffic(shape.d_model, work, layout, net)
     communication["pipeline"] = exposed["pipeline"] = hops * micro
     bubble = (stage_s + hops) * layout.accumulation_steps * (stages - 1) / layout.pipeline_repeats

@@ -102,8 +102,9 @@ def weight_traffic(layer: Layer, layout: Layout, net: Network, recipe: Recipe) -
         ici = ici + net.gather_s(routed, {"fsdp": i.fsdp, "context": i.context})
     shard = dense / (i.fsdp * i.context * i.expert * n) + routed / (i.fsdp * i.context * n)
     dcn = net.dcn_s(shard * (n - 1))
+    reduced = dcn * recipe.gradient_bytes / ACT  # between slices gradients are summed in their own type
     eighth = 0.5 if recipe.static_scales and recipe.precision != "bf16" else 1.0
-    return WeightTraffic(ici * eighth, ici, dcn * eighth, dcn)
+    return WeightTraffic(ici * eighth, ici, dcn * eighth, reduced)
 
 
 def tensor_traffic(

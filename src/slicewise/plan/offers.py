@@ -62,13 +62,22 @@ def free_search(
     *,
     recipe: Recipe = DEFAULT_RECIPE,
     policies: Sequence[RematPolicy] = SEARCHED_POLICIES,
+    precisions: Sequence[str] = ("bf16",),
 ) -> tuple[Offer, ...]:
     """The offers that meet ``goal``, best first: cheapest by the deadline, fastest within the budget, else
     cheapest (by chip-hours where a chip has no price). Raises UserError when none does, with the nearest."""
     offers = []
     for cluster in clusters:
         try:
-            result = search(workload, cluster, recipe=recipe, policies=policies, top=1, families=False)
+            result = search(
+                workload,
+                cluster,
+                recipe=recipe,
+                policies=policies,
+                precisions=precisions,
+                top=1,
+                families=False,
+            )
         except UserError:
             continue  # this cluster cannot hold the model or divide the batch
         best = result.ranked[0]

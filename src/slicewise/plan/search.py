@@ -10,7 +10,7 @@ import numpy as np
 from slicewise.catalog.slices import Cluster
 from slicewise.costs.device import Device, device_of
 from slicewise.costs.layout import Layout, Recipe
-from slicewise.costs.memory import MARGIN, device_total, memory_bytes
+from slicewise.costs.memory import MARGIN, device_total, memory_bytes, peak_bytes
 from slicewise.costs.remat import POLICIES, RematPolicy, custom
 from slicewise.costs.shapes import ModelShape
 from slicewise.costs.step import StepEstimate, estimate, price
@@ -44,6 +44,11 @@ SEARCHED_POLICIES: tuple[RematPolicy, ...] = (
     replace(custom(OFFLOAD_INPUT), name="custom input=offload"),
     replace(custom({**OFFLOAD_INPUT, **OFFLOAD_QKV}), name="custom input,qkv=offload"),
     replace(custom({**OFFLOAD_INPUT, "out_proj": "offload"}), name="custom input,out=offload"),
+    replace(custom({**OFFLOAD_INPUT, "context": "device"}), name="custom input=offload context=device"),
+    replace(
+        custom({**OFFLOAD_INPUT, **OFFLOAD_QKV, "context": "offload"}),
+        name="custom input,qkv,context=offload",
+    ),
     replace(
         custom({**OFFLOAD_INPUT, **OFFLOAD_QKV, "out_proj": "offload"}), name="custom input,qkv,out=offload"
     ),
@@ -133,15 +138,14 @@ def search(
     recipes = [replace(recipe, remat=r, precision=p) for p in precisions for r in policies]  # type: ignore[arg-type]
     ids = np.flatnonzero(places.legal)
     table = combine(ici[ids], ids, dcn_rows(cluster.num_slices, limits, fsdp=False), limits)
-    fits = [fitting(workload, device, table, r, margin) for r in recipes]
+    fits = fitting(workload, device, table, recipes, margin)
     if cluster.num_slices > 1:
-        # Sharding weights over the data-centre network only where a replica a slice does not fit.
-        replicas = np.logical_or.reduce([ok for ok, _ in fits]) & (table.dcn[:, 0] == 1)
-        crowded = np.setdiff1d(ids, table.ici_id[replicas])
+        # Weights are sharded over the data-centre network only when memory asks: no replica a slice fits.
+        replica_fits = bool((np.logical_or.reduce([ok for ok, _ in fits]) & (table.dcn[:, 0] == 1)).any())
+        crowded = ids[:0] if replica_fits else ids
         more = combine(ici[crowded], crowded, dcn_rows(cluster.num_slices, limits, fsdp=True), limits)
-        fits = [
-            _both(f, fitting(workload, device, more, r, margin)) for f, r in zip(fits, recipes, strict=True)
-        ]
+        extra = fitting(workload, device, more, recipes, margin)
+        fits = [_both(f, e) for f, e in zip(fits, extra, strict=True)]
         table = joined(table, more)
     if not len(table):
         raise UserError(no_layout(workload, cluster))
@@ -166,14 +170,20 @@ def _check(workload: Workload, cluster: Cluster, precisions: Sequence[str]) -> N
 
 
 def fitting(
-    workload: Workload, device: Device, table: Table, recipe: Recipe, margin: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which layouts of ``table`` fit on the device and its share of the host, and the device bytes they
-    need."""
-    memory = memory_bytes(workload.shape, table.layout(workload.global_batch), recipe, workload.seq)
-    total = np.broadcast_to(device_total(memory), (len(table),))
-    host = np.broadcast_to(memory["host"], total.shape)
-    return (total <= (1 - margin) * device.hbm_bytes) & (host <= device.host_memory_bytes), total
+    workload: Workload, device: Device, table: Table, recipes: Sequence[Recipe], margin: float
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each recipe: which layouts of ``table`` fit on the device and its share of the host, and the device
+    bytes they need."""
+    layout = table.layout(workload.global_batch)
+    peak = peak_bytes(workload.shape, layout, recipes[0], workload.seq)
+    found = []
+    for recipe in recipes:
+        memory = memory_bytes(workload.shape, layout, recipe, workload.seq, peak=peak)
+        total = np.broadcast_to(device_total(memory), (len(table),))
+        host = np.broadcast_to(memory["host"], total.shape)
+        fits = (total <= (1 - margin) * device.hbm_bytes) & (host <= device.host_memory_bytes)
+        found.append((fits, total))
+    return found
 
 
 def _both(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]):
