@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import rows
 
-from slicewise.costs.step import estimate
+from slicewise.costs.step import StepEstimate, estimate
+from slicewise.errors import UserError
 
 DEFAULT = Path(__file__).parent / "data" / "published_points.jsonl"
 
@@ -24,17 +25,23 @@ def main() -> None:
     for point in rows.load(args.points):
         if not rows.scorable(point):
             continue
-        row = rows.row(point)
-        e = estimate(row.shape, row.cluster, row.layout, row.recipe, row.seq)
-        total = e.step_time_s * row.allowance
-        error = total / row.step_time_s - 1
-        results.append((row, error))
-        print(f"{row.id:62s} {row.step_time_s:8.3f} {total:8.3f} {error:+7.1%}", end="")
-        if args.breakdown:
-            shown = {**e.compute_s, **{f"exposed {k}": v for k, v in e.exposed_s.items()}, **e.other_s}
-            print("  " + ", ".join(f"{k} {v:.2f}" for k, v in shown.items() if v > 0.005), end="")
-        print()
+        try:
+            row = rows.row(point)
+            e = estimate(row.shape, row.cluster, row.layout, row.recipe, row.seq)
+        except (UserError, KeyError, TypeError) as error:  # a row that lacks what others state
+            print(f"{point['id']:62s} not priced: {type(error).__name__} {error}")
+            continue
+        predicted = e.step_time_s * row.allowance
+        off = predicted / row.step_time_s - 1
+        results.append((row, off))
+        print(f"{row.id:62s} {row.step_time_s:8.3f} {predicted:8.3f} {off:+7.1%}", end="")
+        print("  " + parts(e) if args.breakdown else "")
     summary(results)
+
+
+def parts(e: StepEstimate) -> str:
+    shown = {**e.compute_s, **{f"exposed {k}": v for k, v in e.exposed_s.items()}, **e.other_s}
+    return ", ".join(f"{name} {seconds:.2f}" for name, seconds in shown.items() if seconds > 0.005)
 
 
 def summary(results) -> None:

@@ -156,7 +156,7 @@ def recipe_of(point: dict[str, Any]) -> Recipe:
     other, moe, dtype = point["other_flags"] or {}, point["moe_impl"] or {}, point["dtype"] or {}
     resolved = (point["parallelism"].get("resolved") or {}).get("ici") or {}
     quantization = (point["quantization"] or "").strip('"') or "none"
-    precision = {"none": "bf16", "int8": "int8", "fp8_full": "fp8"}[quantization]
+    precision = next((p for p in ("int8", "fp8") if quantization.startswith(p)), "bf16")
     capacity = moe.get("capacity_factor") if not moe.get("megablox") else None
     return Recipe(
         remat=remat_of(point["remat"] or {"policy": "full"}),
@@ -194,14 +194,11 @@ def bytes_of(dtype: dict[str, Any], optimizer: str | None) -> dict[str, int]:
 
 
 def exchange_of(point: dict[str, Any]) -> str:
-    text = f"{point['id']} {point['notes']} {point['other_flags']}".lower()
-    if "-ulysses" in text.split()[0]:
-        return "ulysses"
-    return (
-        "ring"
-        if text.split()[0].endswith("-ring") or "context_ulysses" in str(point["parallelism"])
-        else "all_gather"
-    )
+    """How the context axis exchanges keys and values; 'usp' is a ring whose members exchange heads."""
+    strategy = point["parallelism"].get("context_parallel_strategy") or "all_gather"
+    if strategy.startswith(("ring", "usp")):
+        return "ring"
+    return "ulysses" if strategy == "ulysses" else "all_gather"
 
 
 def remat_of(remat: dict[str, Any]) -> RematPolicy:

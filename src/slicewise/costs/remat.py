@@ -72,7 +72,8 @@ def custom(places: Mapping[str, str]) -> RematPolicy:
     """A policy from tensor -> device | offload | remat. Tensors not named are recomputed, except the layer's
     input, which stays on the device. Raises UserError for an unknown tensor or place."""
     saved, offloaded = {"decoder_layer_input"}, set()
-    for name, place in places.items():
+    for given, place in places.items():
+        name = plain_name(given)
         if name not in TENSORS and name not in ALIASES:
             known = [*TENSORS, *ALIASES]
             raise UserError(f"unknown tensor '{name}' in a custom remat policy.{did_you_mean(name, known)}")
