@@ -149,6 +149,17 @@ def cluster(text: str, num_slices: int = 1, chip: Chip | None = None) -> Cluster
     return Cluster(parse(text, chip), num_slices)
 
 
+def of_chips(chip: Chip, num_chips: int) -> Slice:
+    """The most cube-like slice of ``num_chips``. Raises UserError when there is none, with the nearest."""
+    shape = default_shape(chip, num_chips)
+    if shape is None:
+        near = ", ".join(_describe(chip, s) for s in _near_sizes(chip, num_chips))
+        raise UserError(
+            f"{chip.name} has no slice of {num_chips} chips; the nearest that can be had: {near}."
+        )
+    return Slice(chip, shape)
+
+
 def _chip_called(name: str, chip: Chip | None, text: str) -> Chip:
     """``chip`` when ``name`` is one of its names (it may be of the user's own file), else the catalog's."""
     if chip is not None:
@@ -187,16 +198,19 @@ def _of_size(chip: Chip, number: int, text: str) -> Slice:
     shape = default_shape(chip, number // per_chip) if number % per_chip == 0 else None
     if shape is not None:
         return Slice(chip, shape)
-    sizes = sorted(
-        {math.prod(s) for s in legal_shapes(chip)},
-        key=lambda n: abs(math.log(n * per_chip / max(number, 0.5))),
-    )
-    near = [default_shape(chip, n) for n in sorted(sizes[:2])]
+    near = _near_sizes(chip, number / per_chip)
     unit = f" (the number counts {per_chip} cores a chip)" if per_chip > 1 else ""
     raise UserError(
         f"there is no {text}{unit}; the nearest that can be had:"
-        f" {', '.join(_describe(chip, s) for s in near if s)}."
+        f" {', '.join(_describe(chip, s) for s in near)}."
     )
+
+
+def _near_sizes(chip: Chip, num_chips: float) -> list[tuple[int, ...]]:
+    """The most cube-like shapes of the two sizes nearest to ``num_chips``."""
+    sizes = {math.prod(s) for s in legal_shapes(chip)}
+    near = sorted(sizes, key=lambda n: abs(math.log(n / max(num_chips, 0.25))))[:2]
+    return [s for n in sorted(near) if (s := default_shape(chip, n)) is not None]
 
 
 def _distance(shape: tuple[int, ...], asked: tuple[int, ...]) -> float:

@@ -64,8 +64,18 @@ class Plan:
         bytes_ = transformer.kv_cache_bytes(self.model, self.workload.prompt, bits=bits)
         return bytes_ / (self.best.slice.chips * self.chip.dcn_bytes_per_s)
 
+    def reasons(self) -> list[str]:
+        """Why the best point is the best, and what limits it."""
+        return _reasons(self)
+
     def explain(self) -> list[str]:
-        return _explain(self)
+        """The reasons, and the frontier."""
+        points = (
+            f"  {_say(p)}, {p.quantization.name}: {duration(p.step_s)} a token,"
+            f" {count(p.tokens_per_s_per_chip)} tokens/s a chip"
+            for p in self.frontier
+        )
+        return [*self.reasons(), "by rising latency, points that no other beats:", *points]
 
 
 def whole_ratio(ratio: float, largest: int = 8) -> tuple[int, int]:
@@ -85,10 +95,11 @@ def serve(
     *,
     quantizations: Sequence[Quantization] = COMMON,
     max_chips: int = 256,
+    replicas: Sequence[Slice] | None = None,
     prefill_utilization: float = 0.4,
 ) -> Plan:
-    """The cheapest way to serve ``workload``, over replica sizes up to ``max_chips``, batches and
-    quantizations.
+    """The cheapest way to serve ``workload``, over replica sizes up to ``max_chips`` (or only ``replicas``),
+    batches and quantizations.
 
     Raises UserError when the model fits no slice, or when no slice meets the latency (with the least that can
     be).
@@ -103,10 +114,12 @@ def serve(
             f" {spec.max_context}."
         )
     options = {"prefill_utilization": prefill_utilization}
+    sizes = replica_sizes(chip, max_chips) if replicas is None else replicas
+    allowed = f"of up to {max_chips} chips" if replicas is None else f"of {', '.join(s.name for s in sizes)}"
     points, rejected = [], []
     for quantization in quantizations:
         found = []
-        for slice_ in replica_sizes(chip, max_chips):
+        for slice_ in sizes:
             largest = point(spec, slice_, 1, workload, quantization, **options).max_batch
             found += [point(spec, slice_, b, workload, quantization, **options) for b in batches(largest)]
         if not found:
@@ -115,14 +128,12 @@ def serve(
             )
         points += found
     if not points:
-        raise UserError(
-            f"{spec.name} does not fit {chip.name} slices of up to {max_chips} chips: {'; '.join(rejected)}."
-        )
+        raise UserError(f"{spec.name} does not fit {chip.name} slices {allowed}: {'; '.join(rejected)}.")
     within = [p for p in points if p.meets_latency]
     fastest = min(points, key=lambda p: (p.step_s, -p.tokens_per_s_per_chip))
     if not within:
         raise UserError(
-            f"no {chip.name} slice of up to {max_chips} chips gives a token of {spec.name} every"
+            f"no {chip.name} slice {allowed} gives a token of {spec.name} every"
             f" {duration(workload.latency_s or 0)}; the least is {duration(fastest.step_s)}"
             f" on {fastest.slice.name}"
             f" with {fastest.quantization.name}."
@@ -139,7 +150,7 @@ def _least_chips(spec: ModelSpec, chip: Chip, workload: Workload, quantization: 
     return math.ceil(needed / (MEMORY_SHARE * chip.usable_hbm_bytes))
 
 
-def _explain(plan: Plan) -> list[str]:
+def _reasons(plan: Plan) -> list[str]:
     spec, chip, best, work = plan.model, plan.chip, plan.best, plan.workload
     n, hbm = best.slice.chips, quantity(chip.hbm_bytes_per_s, "B/s")
     free = MEMORY_SHARE * chip.usable_hbm_bytes * n - best.weight_bytes
@@ -165,12 +176,6 @@ def _explain(plan: Plan) -> list[str]:
         f" sending a prompt's cache takes {duration(plan.cache_transfer_s)}",
         _price_line(best),
         *_limits(plan),
-        "by rising latency, points that no other beats:",
-        *(
-            f"  {_say(p)}, {p.quantization.name}: {duration(p.step_s)} a token,"
-            f" {count(p.tokens_per_s_per_chip)} tokens/s a chip"
-            for p in plan.frontier
-        ),
     ]
     return lines + [f"not possible: {reason}" for reason in plan.rejected]
 
