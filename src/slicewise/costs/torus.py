@@ -20,7 +20,9 @@ ORDER = ("tensor", "context", "expert", "fsdp", "data", "pipeline")  # most traf
 
 
 @functools.lru_cache(maxsize=100_000)
-def map_axes(topology: tuple[int, ...], wrap: tuple[bool, ...], cores: int, degrees: tuple[int, ...]):
+def map_axes(
+    topology: tuple[int, ...], wrap: tuple[bool, ...], cores: int, degrees: tuple[int, ...]
+) -> tuple[AxisLinks, ...] | None:
     """AxisLinks of each axis of ``ORDER`` for ICI ``degrees`` in that order; None where they cannot be laid
     out.
 

@@ -115,6 +115,9 @@ class Scan:
     bytes_: np.ndarray = field(repr=False)
 
 
+Fit = tuple[np.ndarray, np.ndarray]  # which layouts fit, and the bytes each needs
+
+
 def search(
     workload: Workload,
     cluster: Cluster,
@@ -171,7 +174,7 @@ def _check(workload: Workload, cluster: Cluster, precisions: Sequence[str]) -> N
 
 def fitting(
     workload: Workload, device: Device, table: Table, recipes: Sequence[Recipe], margin: float
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> list[Fit]:
     """For each recipe: which layouts of ``table`` fit on the device and its share of the host, and the device
     bytes they need."""
     layout = table.layout(workload.global_batch)
@@ -186,7 +189,7 @@ def fitting(
     return found
 
 
-def _both(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]):
+def _both(first: Fit, second: Fit) -> Fit:
     return np.concatenate([first[0], second[0]]), np.concatenate([first[1], second[1]])
 
 
