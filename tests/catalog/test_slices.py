@@ -103,3 +103,10 @@ def test_any_box_of_few_enough_cubes_can_be_had():
     edge = range(4, 260, 4)
     boxes = {(a, b, c) for a in edge for b in edge for c in edge if a <= b <= c and a * b * c <= 4096}
     assert {s for s in v4 if all(d % 4 == 0 for d in s)} == boxes
+
+
+def test_a_number_of_chips_is_the_most_cube_like_slice():
+    assert slices.of_chips(chips.load("v5p"), 64).name == "4x4x4"
+    assert slices.of_chips(chips.load("v5e"), 8).name == "2x4"
+    with pytest.raises(UserError, match=r"v5p has no slice of 63 chips; the nearest .*, 4x4x4 \(v5p-128\)"):
+        slices.of_chips(chips.load("v5p"), 63)

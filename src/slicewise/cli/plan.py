@@ -143,9 +143,8 @@ def _price(arguments: argparse.Namespace) -> None:
     now = run_config.priced(config, shape, cluster)
     tokens = quantities.amount(arguments.tokens, "--tokens") if arguments.tokens else None
     work = run_config.workload_of(config, shape)
-    made = training.plan_cluster(
-        work, cluster, run_tokens=tokens or config.run.steps * work.tokens, choices=_choices(arguments)
-    )
+    run_tokens = tokens or config.run.steps * work.tokens
+    made = training.plan_beside(now, work, run_tokens=run_tokens, choices=_choices(arguments))
     changes = run_config.changes(now, made.best)
     if arguments.html:
         from slicewise.report import pages

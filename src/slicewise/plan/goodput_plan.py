@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slicewise.catalog.slices import Cluster
+from slicewise.costs.units import duration
 from slicewise.errors import UserError
 from slicewise.plan import goodput
 from slicewise.plan.goodput import Goodput, Offer, OfferResult
 
+LEAST_GOODPUT = 1e-6
 CURVE_POINTS = 41
 CURVE_REACH = 10.0  # times the chosen interval, both ways
 
@@ -77,6 +79,11 @@ def plan_goodput(
             save_latency_s=faults.save_latency_s,
         )
     chosen = results[0].goodput if results else at_interval(cluster, faults, faults.interval_s)
+    if chosen.goodput < LEAST_GOODPUT:
+        raise UserError(
+            f"one interruption every {duration(chosen.mtbf_s)} leaves no time to train: {cluster.hosts} hosts"
+            f" that fail every {duration(faults.host_mtbf_s)} restart for {duration(faults.restart_s)} each time."
+        )
     return GoodputPlan(cluster, faults, chosen, results, step_time_s)
 
 

@@ -10,7 +10,6 @@ from slicewise.config import AXES, SECTION_OF, Model, RunConfig, resolve_degrees
 from slicewise.costs import remat
 from slicewise.costs.layout import AXES as ALL_AXES
 from slicewise.costs.layout import Degrees, Layout, Recipe
-from slicewise.costs.memory import MARGIN
 from slicewise.costs.shapes import ModelShape
 from slicewise.costs.step import estimate
 from slicewise.errors import UserError
@@ -41,12 +40,6 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
     check_layout(shape, cluster, layout, work.seq)
     recipe = Recipe(remat=remat.policy(config.model.remat_policy))
     return Candidate(cluster, layout, recipe, estimate(shape, cluster, layout, recipe, work.seq))
-
-
-def fits(candidate: Candidate, margin: float = MARGIN) -> bool:
-    """Whether the layout leaves ``margin`` of the device's usable memory free."""
-    e = candidate.estimate
-    return e.hbm_total_bytes <= (1 - margin) * e.hbm_limit_bytes
 
 
 def beyond_config(candidate: Candidate) -> tuple[str, ...]:

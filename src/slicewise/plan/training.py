@@ -2,21 +2,22 @@
 
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slicewise.catalog import slices
 from slicewise.catalog.chips import Chip
 from slicewise.catalog.slices import Cluster
-from slicewise.config import Model
+from slicewise.costs.layout import Recipe
+from slicewise.costs.memory import MARGIN
 from slicewise.costs.remat import POLICIES, RematPolicy
 from slicewise.costs.shapes import ModelShape
-from slicewise.errors import UserError
+from slicewise.errors import UserError, did_you_mean
 from slicewise.plan.explain import Explanation, explain
 from slicewise.plan.offers import Goal, Offer, clusters_of, free_search, run_cost
-from slicewise.plan.run_config import beyond_config
 from slicewise.plan.search import SEARCHED_POLICIES, Candidate, SearchResult, Workload, search
 
 MAX_CHIPS = 4096  # of a free search, unless told otherwise
+PRECISIONS = typing.get_args(Recipe.__annotations__["precision"])
 EVERY = 100_000  # more layouts than any search ranks
 
 
@@ -27,6 +28,12 @@ class Choices:
     policies: Sequence[RematPolicy] = SEARCHED_POLICIES
     precisions: Sequence[str] = ("bf16",)
     top: int = 20
+
+    def __post_init__(self) -> None:
+        for precision in self.precisions:
+            if precision not in PRECISIONS:
+                known = f"{', '.join(PRECISIONS)}.{did_you_mean(precision, PRECISIONS)}"
+                raise UserError(f"precision '{precision}': expected {known}")
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,15 @@ def plan_cluster(
     return TrainingPlan(result, explain(result), run_tokens)
 
 
+def plan_beside(
+    now: Candidate, work: Workload, *, run_tokens: float, choices: Choices = Choices()
+) -> TrainingPlan:
+    """The best layouts on the cluster of ``now``, whose recipe is one of the choices and wins ties."""
+    policies = dict.fromkeys((now.recipe.remat, *choices.policies))
+    chosen = replace(choices, policies=tuple(policies))
+    return plan_cluster(work, now.cluster, run_tokens=run_tokens, choices=chosen)
+
+
 def clusters(
     chips: Sequence[Chip], *, topology: str | None, num_slices: int | None, max_chips: int = MAX_CHIPS
 ) -> list[Cluster]:
@@ -97,6 +113,12 @@ def plan_free(
     offers = free_search(work, candidates, goal, policies=choices.policies, precisions=choices.precisions)
     first = plan_cluster(work, offers[0].candidate.cluster, run_tokens=goal.tokens, choices=choices)
     return TrainingPlan(first.result, first.reasons, goal.tokens, offers)
+
+
+def fits(candidate: Candidate, margin: float = MARGIN) -> bool:
+    """Whether the layout leaves ``margin`` of the device's usable memory free."""
+    e = candidate.estimate
+    return e.hbm_total_bytes <= (1 - margin) * e.hbm_limit_bytes
 
 
 @dataclass(frozen=True)
@@ -136,6 +158,10 @@ def expressible(plan: TrainingPlan) -> Writable:
 
     Raises UserError when none that fits can be written.
     """
+    # Of all plans only this needs the schema of run configs, which takes a while to import.
+    from slicewise.config import Model
+    from slicewise.plan.run_config import beyond_config
+
     lacking = beyond_config(plan.best)
     if not lacking:
         return Writable(plan.best, "the first choice")

@@ -56,8 +56,10 @@ def _tick(value: float) -> str:
     return f"{value / scale:g}{prefix}"
 
 
-def step_bars(names: Sequence[str], parts: Sequence[Mapping[str, float]], ends: Sequence[str]) -> Figure:
-    """Seconds of a step by part, one stacked bar a layout, the first on top; ``ends`` stand at their ends."""
+def step_bars(
+    names: Sequence[str], parts: Sequence[Mapping[str, float]], ends: Sequence[str], *, unit: str = "s"
+) -> Figure:
+    """Time of a step by part, one stacked bar a layout, the first on top; ``ends`` stand at their ends."""
     found = dict.fromkeys(key for part in parts for key, value in part.items() if value > 0)
     keys = sorted(found, key=_step_kind)
     totals = [sum(part.values()) for part in parts]
@@ -69,7 +71,7 @@ def step_bars(names: Sequence[str], parts: Sequence[Mapping[str, float]], ends: 
             "y": list(names),
             "x": [part.get(key, 0.0) for part in parts],
             "marker": {"color": color},
-            "hovertemplate": f"{key}: %{{x:.3g}} s<extra></extra>",
+            "hovertemplate": f"{key}: %{{x:.3g}} {unit}<extra></extra>",
         }
         for key, color in zip(keys, _step_colors(keys), strict=True)
     ]
@@ -84,7 +86,7 @@ def step_bars(names: Sequence[str], parts: Sequence[Mapping[str, float]], ends: 
             120 + 44 * len(names),
             barmode="stack",
             bargap=0.35,
-            xaxis={"title": "seconds a step", "range": [0, 1.22 * max(totals)]},
+            xaxis={"title": f"{unit} a step", "range": [0, 1.22 * max(totals)]},
             yaxis={"autorange": "reversed", "gridcolor": "rgba(0,0,0,0)", "ticksuffix": "  "},
             annotations=notes,
         ),

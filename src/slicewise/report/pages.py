@@ -57,10 +57,12 @@ def _steps(plan: TrainingPlan, now: Candidate | None) -> Chart:
     if now is not None:
         shown.insert(0, (f"config  {_mesh(now)}", now))
     estimates = [c.estimate for _, c in shown]
+    scale, unit = words.time_unit(estimates)
     figure = charts.step_bars(
         [name for name, _ in shown],
-        [words.step_parts(e) for e in estimates],
+        [{name: value / scale for name, value in words.step_parts(e).items()} for e in estimates],
         [f"{duration(e.step_time_s)}, {e.mfu:.1%}" for e in estimates],
+        unit=unit,
     )
     note = "Blue computes, orange is communication that compute does not hide, grey waits. MFU at the end."
     return Chart("Where a step goes", note, figure, wide=True)
@@ -160,7 +162,7 @@ def _parts(plan: TrainingPlan, now: Candidate | None) -> Grid:
     if now is not None:
         shown, names = [now, *shown], ["config", *names]
     rows = words.parts_table([c.estimate for c in shown])
-    return Grid("Seconds of a step and memory of a device", "", ["", *names], rows, marked=None)
+    return Grid("Time of a step and memory of a device", "", ["", *names], rows, marked=None)
 
 
 def _why(plan: TrainingPlan) -> Prose:

@@ -1,15 +1,17 @@
 """A training plan as JSON and as the words that tables and pages share."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slicewise.catalog.slices import Cluster
 from slicewise.costs.layout import AXES, Degrees
 from slicewise.costs.step import StepEstimate
-from slicewise.plan.run_config import Change, fits
 from slicewise.plan.search import Candidate
-from slicewise.plan.training import ScalingPoint, TrainingPlan
+from slicewise.plan.training import ScalingPoint, TrainingPlan, fits
 from slicewise.report.jsonable import SCHEMA, jsonable
+
+if TYPE_CHECKING:
+    from slicewise.plan.run_config import Change
 
 GIB = 2**30
 
@@ -58,7 +60,7 @@ def candidate(plan: TrainingPlan, c: Candidate) -> dict[str, Any]:
     }
 
 
-def comparison(plan: TrainingPlan, now: Candidate, changes: Sequence[Change]) -> dict[str, Any]:
+def comparison(plan: TrainingPlan, now: Candidate, changes: "Sequence[Change]") -> dict[str, Any]:
     """What a config asks for beside the plan's first choice."""
     return {
         **document(plan),
@@ -111,8 +113,9 @@ def recipe(c: Candidate) -> str:
 
 def parts_table(estimates: Sequence[StepEstimate]) -> list[list[str]]:
     """Rows of where the seconds of a step and the bytes of a device go: a name, then a value an estimate."""
-    steps = [step_parts(e) for e in estimates]
-    rows = [[f"{name}, s", *(_short(s.get(name), "{:.3g}") for s in steps)] for name in _union(steps)]
+    scale, unit = time_unit(estimates)
+    steps = [{name: value / scale for name, value in step_parts(e).items()} for e in estimates]
+    rows = [[f"{name}, {unit}", *(_short(s.get(name), "{:.3g}") for s in steps)] for name in _union(steps)]
     held = [{name: value / GIB for name, value in e.hbm_bytes.items()} for e in estimates]
     rows += [[f"{name}, GiB", *(_short(h.get(name), "{:.2f}") for h in held)] for name in _union(held)]
     free = [(e.hbm_limit_bytes - e.hbm_total_bytes) / GIB for e in estimates]
@@ -122,10 +125,18 @@ def parts_table(estimates: Sequence[StepEstimate]) -> list[list[str]]:
     return rows
 
 
+def time_unit(estimates: Sequence[StepEstimate]) -> tuple[float, str]:
+    """(seconds, name) of the unit that suits the longest step."""
+    longest = max(e.step_time_s for e in estimates)
+    return next(u for u in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")) if longest >= u[0] or u[1] == "us")
+
+
 def _union(parts: Sequence[Mapping[str, float]]) -> list[str]:
     """Names with a value somewhere, in the order of their first appearance."""
     return list(dict.fromkeys(name for part in parts for name, value in part.items() if value))
 
 
 def _short(value: float | None, form: str) -> str:
-    return form.format(value) if value else "-"
+    if not value:
+        return "-"
+    return form.format(value) if abs(value) >= 0.01 else f"{value:.2g}"

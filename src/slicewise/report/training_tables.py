@@ -1,18 +1,21 @@
 """A training plan as text: the ranked layouts, where their time and memory go, and why."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from slicewise.costs.units import count, duration, quantity
 from slicewise.plan.explain import Explanation
-from slicewise.plan.run_config import Change, fits
 from slicewise.plan.search import Candidate, SearchResult
-from slicewise.plan.training import TrainingPlan
+from slicewise.plan.training import TrainingPlan, fits
 from slicewise.report import training
 from slicewise.report.console import say
 from slicewise.report.tables import table
+
+if TYPE_CHECKING:
+    from slicewise.plan.run_config import Change
 
 GIB = 2**30
 DETAILED = 5  # layouts whose parts are shown
@@ -138,7 +141,7 @@ def offers(out: Console, made: TrainingPlan, shown: int) -> None:
     say(out, "")
 
 
-def comparison(out: Console, made: TrainingPlan, now: Candidate, changes: Sequence[Change]) -> None:
+def comparison(out: Console, made: TrainingPlan, now: Candidate, changes: "Sequence[Change]") -> None:
     """What a config asks for, and what the plan would change."""
     heading(out, made.result)
     best, e = made.best, now.estimate
