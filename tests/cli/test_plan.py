@@ -85,6 +85,15 @@ def test_several_slices_show_the_rules_between_them(say):
     assert "FLOP/bit x 32 bits a parameter" in text
 
 
+def test_scaling_prices_other_numbers_of_slices(say):
+    text = say(TRAIN, "--slices", "2", "--scaling", "--top", "1")
+    rows = [line.split() for line in text.partition("Other numbers of slices")[2].splitlines()]
+    assert [r[0] for r in rows if r and r[0].isdigit()] == ["1", "2", "4", "8"]
+    found = json.loads(say(TRAIN, "--scaling", "--json"))
+    assert [p["slices"] for p in found["scaling"]] == [1, 2, 4]
+    assert {"chips", "ici", "estimate"} <= set(found["scaling"][0])
+
+
 def test_remat_and_precision_restrict_the_search(say):
     found = json.loads(say(TRAIN, "--remat", "full,save_qkv_proj", "--precision", "bf16", "--json"))
     assert {row["remat_policy"] for row in found["ranked"]} <= {"full", "save_qkv_proj"}

@@ -54,7 +54,7 @@ def check(seen, titles):
 
 
 def test_the_page_of_a_training_plan_draws_everything(shown, plan):
-    seen = shown(pages.training(plan))
+    seen = shown(pages.training(plan, training.scaling(plan)))
     check(seen, ["Where a step goes", "Device memory", "Roofline", "Scaling over slices",
                  "Layouts, fastest first", "Time of a step and memory of a device", "Why"])  # fmt: skip
     text = html.unescape(seen.dom)

@@ -2,13 +2,15 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slicewise.cli import quantities
 from slicewise.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from slicewise.catalog.chips import Chip
     from slicewise.catalog.model import ModelSpec
     from slicewise.catalog.slices import Cluster, Slice
@@ -72,23 +74,31 @@ def model(name: str) -> "ModelSpec":
     return load_spec(name)
 
 
-def show(arguments: argparse.Namespace, document: Callable[[], dict[str, Any]], tables: Callable) -> None:
-    """``document()`` as JSON, or ``tables(console)`` as text."""
+def show(
+    arguments: argparse.Namespace,
+    document: Callable[[], dict[str, Any]],
+    tables: "Callable[[Console], None]",
+    written: Sequence[str] = (),
+) -> None:
+    """``document()`` as JSON or ``tables(console)`` as text; then what was ``written``, on stderr."""
     if arguments.json:
         from slicewise.report.jsonable import text
 
         print(text(document()))
-        return
-    from slicewise.report.console import console
+    else:
+        from slicewise.report.console import console
 
-    tables(console())
+        tables(console())
+    sys.stdout.flush()
+    for line in written:
+        print(f"wrote {line}", file=sys.stderr)
 
 
-def save_html(path: str, text: str) -> None:
-    """Raises UserError when it cannot be written."""
+def save_html(path: str, text: str) -> str:
+    """Writes a page and says where. Raises UserError when it cannot be written."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as e:
         raise UserError(f"--html {path}: {e.strerror}.") from e
-    print(f"wrote {path}", file=sys.stderr)
+    return path

@@ -8,8 +8,14 @@ from slicewise.cli.verbs import Verbs
 from slicewise.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
     from slicewise.plan.offers import Goal
-    from slicewise.plan.training import Choices, TrainingPlan
+    from slicewise.plan.run_config import Change
+    from slicewise.plan.search import Candidate
+    from slicewise.plan.training import Choices, ScalingPoint, TrainingPlan
 
 EPILOG = "Also: 'slicewise plan serve --help' and 'slicewise plan goodput --help'."
 
@@ -39,6 +45,7 @@ def register(verbs: Verbs) -> None:
     how.add_argument("--remat", metavar="A,B", help="only these remat policies (default: all that are known)")
     how.add_argument("--precision", default="bf16", metavar="A,B", help="bf16, int8, fp8 (default bf16)")
     how.add_argument("--top", default="10", metavar="N", help="layouts shown (default 10)")
+    how.add_argument("--scaling", action="store_true", help="also price other numbers of slices")
     how.add_argument("--write", metavar="RUN.toml", help="write the fastest layout that a config can ask for")
     hardware.takes_json(sub)
     hardware.takes_html(sub)
@@ -51,19 +58,30 @@ def _plan(arguments: argparse.Namespace) -> None:
     from slicewise.report import training
 
     made = _search(arguments)
-    if arguments.html:
-        from slicewise.report import pages
+    curve = _scaling(arguments, made)
+    written = _files(arguments, made, arguments.model, curve)
+    hardware.show(
+        arguments,
+        lambda: training.document(made, scaling=curve),
+        lambda out: _tables(out, made, curve, arguments),
+        written,
+    )
 
-        hardware.save_html(arguments.html, pages.training(made))
-    if arguments.write:
-        _write(arguments, made, arguments.model)
-    hardware.show(arguments, lambda: training.document(made), lambda out: _tables(out, made, arguments))
+
+def _scaling(arguments: argparse.Namespace, made: "TrainingPlan") -> "Sequence[ScalingPoint]":
+    from slicewise.plan import training
+
+    return training.scaling(made) if arguments.scaling or arguments.html else ()
 
 
-def _tables(out, made: "TrainingPlan", arguments: argparse.Namespace) -> None:
+def _tables(
+    out: "Console", made: "TrainingPlan", curve: "Sequence[ScalingPoint]", arguments: argparse.Namespace
+) -> None:
     from slicewise.report import training_tables
 
-    training_tables.plan(out, made, shown=quantities.whole(arguments.top, "--top"))
+    training_tables.plan(
+        out, made, curve if arguments.scaling else (), shown=quantities.whole(arguments.top, "--top")
+    )
 
 
 def _search(arguments: argparse.Namespace) -> "TrainingPlan":
@@ -146,28 +164,41 @@ def _price(arguments: argparse.Namespace) -> None:
     run_tokens = tokens or config.run.steps * work.tokens
     made = training.plan_beside(now, work, run_tokens=run_tokens, choices=_choices(arguments))
     changes = run_config.changes(now, made.best)
-    if arguments.html:
-        from slicewise.report import pages
-
-        hardware.save_html(arguments.html, pages.training(made, now=now))
-    if arguments.write:
-        _write(arguments, made, config.model.model)
+    curve = _scaling(arguments, made)
+    written = _files(arguments, made, config.model.model, curve, now)
     hardware.show(
         arguments,
-        lambda: report.comparison(made, now, changes),
+        lambda: report.comparison(made, now, changes, scaling=curve),
         lambda out: _comparison(out, made, now, changes),
+        written,
     )
 
 
-def _comparison(out, made, now, changes) -> None:
+def _comparison(out: "Console", made: "TrainingPlan", now: "Candidate", changes: "Sequence[Change]") -> None:
     from slicewise.report import training_tables
 
     training_tables.comparison(out, made, now, changes)
 
 
-def _write(arguments: argparse.Namespace, made: "TrainingPlan", model: str) -> None:
-    import sys
+def _files(
+    arguments: argparse.Namespace,
+    made: "TrainingPlan",
+    model: str,
+    curve: "Sequence[ScalingPoint]",
+    now: "Candidate | None" = None,
+) -> list[str]:
+    """Writes the page and the config that were asked for, and says which."""
+    written = []
+    if arguments.html:
+        from slicewise.report import pages
 
+        written.append(hardware.save_html(arguments.html, pages.training(made, curve, now=now)))
+    if arguments.write:
+        written.append(_write(arguments, made, model))
+    return written
+
+
+def _write(arguments: argparse.Namespace, made: "TrainingPlan", model: str) -> str:
     from slicewise.plan import run_config, training, write
 
     chosen = training.expressible(made)
@@ -177,4 +208,4 @@ def _write(arguments: argparse.Namespace, made: "TrainingPlan", model: str) -> N
     write.write_config(
         arguments.write, values, note=f"Planned for {c.num_slices} x {c.chip.name} {c.slice.name}."
     )
-    print(f"wrote {arguments.write}: {chosen.text}", file=sys.stderr)
+    return f"{arguments.write}: {chosen.text}"

@@ -1,7 +1,6 @@
 """plan serve and plan goodput: serving a model within a latency, and a long run with failures."""
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from slicewise.cli import hardware, quantities
@@ -102,12 +101,16 @@ def _serve(arguments: argparse.Namespace) -> None:
         replicas=_replicas(arguments, chip),
         prefill_utilization=arguments.prefill_utilization,
     )
+    written = []
     if arguments.html:
         from slicewise.report import pages
 
-        hardware.save_html(arguments.html, pages.serving(plan))
+        written.append(hardware.save_html(arguments.html, pages.serving(plan)))
     hardware.show(
-        arguments, lambda: jsonable.document("serving plan", plan), lambda out: tables.serving(out, plan)
+        arguments,
+        lambda: jsonable.document("serving plan", plan),
+        lambda out: tables.serving(out, plan),
+        written,
     )
 
 
@@ -156,14 +159,18 @@ def _goodput(arguments: argparse.Namespace) -> None:
         offers=_offers(arguments, cluster.chip, seconds("wait", zero=True) or 0.0) if training_s else (),
         step_time_s=seconds("step-time"),
     )
-    if arguments.write:
-        _write_interval(arguments.write, made)
+    written = []
     if arguments.html:
         from slicewise.report import pages
 
-        hardware.save_html(arguments.html, pages.goodput(made))
+        written.append(hardware.save_html(arguments.html, pages.goodput(made)))
+    if arguments.write:
+        written.append(_write_interval(arguments.write, made))
     hardware.show(
-        arguments, lambda: jsonable.document("goodput plan", made), lambda out: tables.goodput(out, made)
+        arguments,
+        lambda: jsonable.document("goodput plan", made),
+        lambda out: tables.goodput(out, made),
+        written,
     )
 
 
@@ -179,7 +186,7 @@ def _offers(arguments: argparse.Namespace, chip: "Chip", wait_s: float) -> "tupl
     return goodput.offers(priced, preemptions_per_day=arguments.preemptions_per_day, wait_s=wait_s)
 
 
-def _write_interval(path: str, made: "GoodputPlan") -> None:
+def _write_interval(path: str, made: "GoodputPlan") -> str:
     from slicewise.plan import write
 
     if made.checkpoint_every is None:
@@ -187,4 +194,4 @@ def _write_interval(path: str, made: "GoodputPlan") -> None:
             "--write needs --step-time: checkpoint_every counts steps, such as --step-time 11.6s."
         )
     write.write_config(path, {"checkpoint_every": made.checkpoint_every}, create=False)
-    print(f"wrote {path}: checkpoint_every = {made.checkpoint_every}", file=sys.stderr)
+    return f"{path}: checkpoint_every = {made.checkpoint_every}"

@@ -1,5 +1,6 @@
 """The pages of --html: a training plan, a serving plan, a goodput plan."""
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from slicewise.costs.device import device_of
@@ -10,7 +11,7 @@ from slicewise.plan.operations import Operation, operations
 from slicewise.plan.search import Candidate
 from slicewise.plan.serving import Plan as ServingPlan
 from slicewise.plan.serving_point import MEMORY_SHARE
-from slicewise.plan.training import TrainingPlan, scaling
+from slicewise.plan.training import ScalingPoint, TrainingPlan
 from slicewise.report import charts
 from slicewise.report import training as words
 from slicewise.report.page import Card, Chart, Grid, Point, Prose, Tile, render
@@ -21,8 +22,8 @@ ROWS = 20
 DOTS = 9
 
 
-def training(plan: TrainingPlan, *, now: Candidate | None = None) -> str:
-    """The page of a training plan; ``now`` is what a config asks for, shown beside it."""
+def training(plan: TrainingPlan, curve: Sequence[ScalingPoint] = (), *, now: Candidate | None = None) -> str:
+    """The page of a training plan and its scaling; ``now`` is what a config asks for, shown beside it."""
     r, best = plan.result, plan.best
     w, c = r.workload, r.cluster
     e = best.estimate
@@ -38,7 +39,7 @@ def training(plan: TrainingPlan, *, now: Candidate | None = None) -> str:
     if cost is not None:
         tiles.append(Tile(f"{cost:,.0f}", f"at {c.chip.price_per_chip_hour:g} a chip-hour"))
     cards: list[Card] = [_steps(plan, now), _memory(plan), _roofline(plan)]
-    if len(curve := scaling(plan)) > 1:
+    if len(curve) > 1:
         cards.append(_scaling(plan, curve))
     if len([o for o in plan.offers if o.cost is not None]) > 1:
         cards.append(_offers(plan))
@@ -111,7 +112,7 @@ def merged(every: tuple[Operation, ...]) -> list[tuple[str, float, float, float]
     return sorted(points, key=lambda p: -p[3])[:DOTS]
 
 
-def _scaling(plan: TrainingPlan, curve) -> Chart:
+def _scaling(plan: TrainingPlan, curve: Sequence[ScalingPoint]) -> Chart:
     n = plan.result.cluster.num_slices
     figure = charts.scaling(
         [p.num_slices for p in curve],

@@ -60,10 +60,12 @@ def candidate(plan: TrainingPlan, c: Candidate) -> dict[str, Any]:
     }
 
 
-def comparison(plan: TrainingPlan, now: Candidate, changes: "Sequence[Change]") -> dict[str, Any]:
+def comparison(
+    plan: TrainingPlan, now: Candidate, changes: "Sequence[Change]", *, scaling: Sequence[ScalingPoint] = ()
+) -> dict[str, Any]:
     """What a config asks for beside the plan's first choice."""
     return {
-        **document(plan),
+        **document(plan, scaling=scaling),
         "kind": "config priced",
         "config": {**candidate(plan, now), "fits": fits(now)},
         "changes": jsonable(tuple(changes)),

@@ -9,7 +9,7 @@ from rich.table import Table
 from slicewise.costs.units import count, duration, quantity
 from slicewise.plan.explain import Explanation
 from slicewise.plan.search import Candidate, SearchResult
-from slicewise.plan.training import TrainingPlan, fits
+from slicewise.plan.training import ScalingPoint, TrainingPlan, fits
 from slicewise.report import training
 from slicewise.report.console import say
 from slicewise.report.tables import table
@@ -21,14 +21,17 @@ GIB = 2**30
 DETAILED = 5  # layouts whose parts are shown
 
 
-def plan(out: Console, made: TrainingPlan, shown: int = 10) -> None:
+def plan(out: Console, made: TrainingPlan, curve: Sequence[ScalingPoint] = (), shown: int = 10) -> None:
     if made.offers:
         offers(out, made, shown)
     heading(out, made.result)
     out.print(ranked(made, shown))
     say(out, "batch: sequences of a device in one microbatch x microbatches; HBM: of a device", "dim")
     say(out, "")
-    out.print(details(made.result.ranked[:DETAILED]))
+    out.print(details(made.result.ranked[: min(shown, DETAILED)]))
+    if curve:
+        say(out, "")
+        scaling(out, curve)
     if made.run_tokens:
         _run_line(out, made)
     why(out, made.reasons)
@@ -88,6 +91,26 @@ def details(candidates: Sequence[Candidate], titles: Sequence[str] = ()) -> Tabl
         unit = row[0].rpartition(", ")[2]
         t.add_row(*row)
     return t
+
+
+def scaling(out: Console, curve: Sequence[ScalingPoint]) -> None:
+    """The best layout on other numbers of the same slice, with the same global batch."""
+    say(out, "Other numbers of slices, same global batch", "bold")
+    t = table("slices", "ICI axes", "DCN axes", "remat", "chips", "step", "tokens/s", "MFU", words=4)
+    for p in curve:
+        c = p.candidate
+        e = c.estimate
+        t.add_row(
+            str(p.num_slices),
+            training.axes(c.layout.ici),
+            training.axes(c.layout.dcn),
+            training.recipe(c),
+            count(p.chips),
+            duration(e.step_time_s),
+            quantity(e.tokens_per_s),
+            f"{e.mfu:.1%}",
+        )
+    out.print(t)
 
 
 def _run_line(out: Console, made: TrainingPlan) -> None:
