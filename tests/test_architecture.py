@@ -12,12 +12,18 @@ MAX_LINES = 600
 
 
 def test_layers_and_forbidden_imports():
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command; lint_imports_command()",
+    ]
     done = subprocess.run([*command, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["config", "steps=3"], ["train", "--help"], ["train", "stepz=3"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["config", "steps=3"], ["train", "--help"], ["train", "stepz=3"]]
+)
 def test_what_needs_no_device_imports_no_jax(arguments):
     script = (
         "import sys; from slicewise.cli import main\n"
@@ -30,7 +36,11 @@ def test_what_needs_no_device_imports_no_jax(arguments):
 
 
 def test_files_stay_readable():
-    long = {str(path.relative_to(ROOT)): n for path in SOURCES if (n := len(path.read_text().splitlines())) > MAX_LINES}
+    long = {
+        str(path.relative_to(ROOT)): n
+        for path in SOURCES
+        if (n := len(path.read_text().splitlines())) > MAX_LINES
+    }
     assert not long
     assert len(SOURCES) > 30
 

@@ -7,14 +7,14 @@ import traceback
 from collections.abc import Sequence
 
 from slicewise import __version__
-from slicewise.cli import train
+from slicewise.cli import plan, plan_more, roofline, train
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import ExitCode, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code of errors.ExitCode."""
-    arguments = _parse(argv)
+    arguments = _parse(_joined(sys.argv[1:] if argv is None else argv))
     try:
         return arguments.verb(arguments) or ExitCode.DONE
     except KeyboardInterrupt:
@@ -24,6 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.DONE
     except Exception as error:
         return _fail(error, arguments.debug)
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """``argv`` with a verb of two words, such as 'plan serve', as one item."""
+    first = " ".join(argv[:2])
+    return [first, *argv[2:]] if first in plan_more.NAMES else list(argv)
 
 
 def _fail(error: Exception, debug: bool) -> int:
@@ -49,7 +55,7 @@ def _fail(error: Exception, debug: bool) -> int:
     return code
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """key=value overrides may stand anywhere, also behind options, where argparse leaves them over."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
@@ -70,4 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(debug=False)
     verbs = Verbs(parser.add_subparsers(required=True, metavar="VERB"))
     train.register(verbs)
+    plan.register(verbs)
+    plan_more.register(verbs)
+    roofline.register(verbs)
     return parser

@@ -21,7 +21,9 @@ from slicewise.model import rope
 from slicewise.model.linear import linear
 from slicewise.parallel.rules import gathered, partition
 
-GATHERED = "gathered_weight"  # gathered again in the backward pass: kept, all layers would be whole on every device
+GATHERED = (
+    "gathered_weight"  # gathered again in the backward pass: kept, all layers would be whole on every device
+)
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
     "full": jax.checkpoint_policies.nothing_saveable,

@@ -1,0 +1,247 @@
+"""The price of one training step: time by part, exposed communication, memory, and what decided it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from slicewise.catalog.slices import Cluster
+from slicewise.costs import torus
+from slicewise.costs.compute import ACT, Compute, Shard, layer_compute
+from slicewise.costs.device import Device, device_of
+from slicewise.costs.flops import model_flops
+from slicewise.costs.layout import Layout, Number, Recipe, place
+from slicewise.costs.memory import local_parameters, memory_bytes, saved_width
+from slicewise.costs.shapes import Layer, ModelShape
+from slicewise.costs.traffic import (
+    Network,
+    context_traffic,
+    expert_traffic,
+    gradient_traffic,
+    network_of,
+    pipeline_traffic,
+    tensor_traffic,
+    weight_traffic,
+)
+from slicewise.errors import UserError
+
+Parts = dict[str, Number]
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """One training step, as planned, as compiled or as measured: the same record, to be compared line by
+    line."""
+
+    source: Literal["plan", "compile", "measured"]
+    step_time_s: float
+    compute_s: Mapping[str, float]  # matmul, attention, memory, routing, output, optimizer
+    exposed_s: Mapping[
+        str, float
+    ]  # communication that compute does not hide, by axis: 'fsdp', 'dcn data', ...
+    communication_s: Mapping[str, float]  # all of it, hidden or not
+    other_s: Mapping[str, float]  # pipeline bubble, waiting for host copies, waiting for the slowest slice
+    hbm_bytes: Mapping[str, float]  # of one device, by component
+    host_bytes: float  # of offloaded activations, per device
+    hbm_limit_bytes: float
+    tokens: int  # of one step
+    devices: int
+    model_flops: float  # that the model needs for one step
+    peak_flops_per_s: float  # bf16, all devices
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_time_s
+
+    @property
+    def mfu(self) -> float:
+        """Share of the bf16 peak spent on FLOPs the model needs (causal attention counted once)."""
+        return self.model_flops / (self.step_time_s * self.peak_flops_per_s)
+
+    @property
+    def hbm_total_bytes(self) -> float:
+        return sum(self.hbm_bytes.values())
+
+    @property
+    def decided_by(self) -> str:
+        """The largest part of the step."""
+        shares = {**self.compute_s, **self.exposed_s, **self.other_s}
+        return max(shares, key=lambda name: shares[name])
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds and bytes of one layout, or of many at once (arrays of one shape)."""
+
+    total_s: Number
+    compute_s: Parts
+    exposed_s: Parts
+    communication_s: Parts
+    other_s: Parts
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One layer forward, or backward with its recomputation, on one microbatch."""
+
+    compute: tuple[Compute, ...]
+    communication: Parts
+    host_s: Number
+
+    def time(self, device: Device, recipe: Recipe) -> tuple[Number, Parts, Number]:
+        """Seconds of the pass, its exposed communication by axis, and the wait for host copies.
+
+        A share of every collective can run behind compute, and no more than there is compute; tensor
+        collectives hide in the matmuls they feed, part by part. Host copies run beside both.
+        """
+        compute = sum(c.total for c in self.compute)
+        asynchronous = 1.0 if recipe.async_collectives else 0.0
+        own = {"tensor": device.kernels.tensor_overlap}
+        can_hide = {
+            axis: asynchronous * own.get(axis, device.calibration.overlap) * seconds
+            for axis, seconds in self.communication.items()
+        }
+        room = np.minimum(1.0, compute / np.maximum(sum(can_hide.values()), 1e-30))
+        exposed = {axis: spent - room * can_hide[axis] for axis, spent in self.communication.items()}
+        busy = compute + sum(exposed.values())
+        return np.maximum(busy, self.host_s), exposed, np.maximum(self.host_s - busy, 0.0)
+
+
+def layer_passes(
+    layer: Layer, work: Shard, device: Device, net: Network, layout: Layout, recipe: Recipe, micro: Number
+) -> tuple[Pass, Pass]:
+    """The forward and the backward pass of one layer; gradients of data replicas are reduced once in
+    ``micro``."""
+    forward, backward, again = layer_compute(layer, work, device, recipe)
+    weights = weight_traffic(layer, layout, net, recipe)
+    tensor = tensor_traffic(layer, work, layout, net, recipe)
+    context = context_traffic(layer, work, layout, net, recipe)
+    expert = expert_traffic(layer, work, layout, net, recipe)
+    data, dcn_data = gradient_traffic(layer, layout, net, recipe)
+    host = work.tokens * ACT * saved_width(layer, recipe, work.tensor, where="host") / device.host_bytes_per_s
+    return (
+        Pass(
+            (forward,),
+            {"fsdp": weights.gather_s, "tensor": tensor[0], "context": context[0], "expert": expert[0],
+             "dcn fsdp": weights.dcn_gather_s},
+            host,
+        ),
+        Pass(
+            (backward, again),
+            {"fsdp": weights.gather_s + weights.scatter_s, "tensor": tensor[1], "context": context[1],
+             "expert": expert[1], "data": data / micro, "dcn data": dcn_data / micro,
+             "dcn fsdp": weights.dcn_gather_s + weights.dcn_scatter_s},
+            host,
+        ),
+    )  # fmt: skip
+
+
+def price(
+    shape: ModelShape, device: Device, layout: Layout, net: Network, recipe: Recipe, seq: int
+) -> StepCosts:
+    """Seconds of one step. ``layout`` and ``net`` may hold arrays: every term is elementwise."""
+    stages = layout.total("pipeline")
+    micro = layout.accumulation_steps * layout.pipeline_microbatches
+    i = layout.ici
+    tokens = layout.global_batch * seq / (layout.data_shards * micro)
+    work = Shard(tokens, seq, i.tensor, i.context, i.expert)
+    compute: Parts = dict.fromkeys(("matmul", "attention", "memory", "routing"), 0.0)
+    exposed: Parts = {}
+    communication: Parts = {}
+    stage_s: Number = 0.0  # one microbatch through one stage, both passes
+    host_wait: Number = 0.0
+    for layer in shape.layers:
+        for one in layer_passes(layer, work, device, net, layout, recipe, micro):
+            seconds, shown, wait = one.time(device, recipe)
+            layers = layer.count / stages
+            stage_s = stage_s + layers * seconds
+            host_wait = host_wait + layers * micro * wait
+            for name in compute:
+                compute[name] = compute[name] + layers * micro * sum(getattr(c, name) for c in one.compute)
+            for axis, spent in one.communication.items():
+                communication[axis] = communication.get(axis, 0.0) + layers * micro * spent
+                exposed[axis] = exposed.get(axis, 0.0) + layers * micro * shown[axis]
+    hops = pipeline_traffic(shape.d_model, work, layout, net)
+    communication["pipeline"] = exposed["pipeline"] = hops * micro
+    bubble = (stage_s + hops) * layout.accumulation_steps * (stages - 1) / layout.pipeline_repeats
+    compute["output"] = output_s(shape, work, device, recipe) * micro
+    compute["optimizer"] = optimizer_s(local_parameters(shape, layout), device, recipe)
+    total = (stage_s + hops) * micro + bubble + compute["output"] + compute["optimizer"]
+    d = layout.dcn
+    wait = total * device.kernels.straggler * np.log2(d.data * d.fsdp * d.pipeline)
+    other = {"pipeline bubble": bubble, "host copies": host_wait, "slowest slice": wait}
+    return StepCosts(total + wait, compute, exposed, communication, other)
+
+
+def output_s(shape: ModelShape, work: Shard, device: Device, recipe: Recipe) -> Number:
+    """Embedding lookup, output matrix and loss of one microbatch: three products a head, and float32 logits
+    written once and read four times."""
+    c = device.calibration
+    heads = 1 + shape.prediction_heads
+    columns = work.tokens * shape.vocab / work.tensor
+    product = 2.0 * columns * shape.d_model / (device.flops_per_s * c.matmul_efficiency)
+    runs = 3 * heads + (recipe.vocab_tiles > 1) + 2 * recipe.one_hot_embedding
+    return runs * product + 5 * 4 * columns * heads / (device.hbm_bytes_per_s * c.hbm_efficiency)
+
+
+def optimizer_s(parameters: Number, device: Device, recipe: Recipe) -> Number:
+    """Reading and writing weights, moments and gradients once each."""
+    moved = 2 * (recipe.weight_bytes + recipe.moment_bytes + recipe.gradient_bytes) * parameters
+    return moved / (device.hbm_bytes_per_s * device.calibration.hbm_efficiency)
+
+
+def network(cluster: Cluster, layout: Layout) -> Network:
+    """The links that each axis of ``layout`` gets on ``cluster``. Raises UserError if the slice cannot hold
+    it."""
+    for what, degrees, size in (
+        ("ICI", layout.ici.product, cluster.slice.devices),
+        ("DCN", layout.dcn.product, cluster.num_slices),
+    ):
+        if degrees != size:
+            units = "devices of a slice" if what == "ICI" else "slices"
+            raise UserError(f"the {what} axes multiply to {degrees}; expected the {size} {units}.")
+    placed = place(cluster.slice, layout.ici)
+    if placed is None:
+        raise UserError(f"the ICI axes {layout.ici} cannot be laid out on a {cluster.slice.name} slice.")
+    return network_of(device_of(cluster.chip), dict(zip(torus.ORDER, placed, strict=True)))
+
+
+def estimate(
+    shape: ModelShape,
+    cluster: Cluster,
+    layout: Layout,
+    recipe: Recipe,
+    seq: int,
+    *,
+    device: Device | None = None,
+) -> StepEstimate:
+    """The price of one step of ``shape`` on ``cluster`` for sequences of ``seq`` tokens.
+
+    ``device`` replaces the cluster's own (other constants). Raises UserError when the mesh does not fit the
+    slice.
+    """
+    device = device or device_of(cluster.chip)
+    net = replace(network(cluster, layout), device=device)
+    costs = price(shape, device, layout, net, recipe, seq)
+    memory = {k: float(v) for k, v in memory_bytes(shape, layout, recipe, seq).items()}
+    tokens = round(layout.global_batch * seq)
+    return StepEstimate(
+        source="plan",
+        step_time_s=float(costs.total_s),
+        compute_s=_seconds(costs.compute_s),
+        exposed_s=_seconds(costs.exposed_s),
+        communication_s=_seconds(costs.communication_s),
+        other_s=_seconds(costs.other_s),
+        hbm_bytes={k: v for k, v in memory.items() if k != "host"},
+        host_bytes=memory["host"],
+        hbm_limit_bytes=device.hbm_bytes,
+        tokens=tokens,
+        devices=cluster.devices,
+        model_flops=model_flops(shape, tokens, seq),
+        peak_flops_per_s=device.flops_per_s * cluster.devices,
+    )
+
+
+def _seconds(parts: Parts) -> dict[str, float]:
+    return {name: float(value) for name, value in parts.items() if float(value) > 0}

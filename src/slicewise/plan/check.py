@@ -1,0 +1,47 @@
+"""Whether a model and a batch allow a layout somebody asks for; refusals name the nearest legal choice."""
+
+import math
+
+from slicewise.catalog.slices import Cluster
+from slicewise.costs.layout import Layout
+from slicewise.costs.shapes import ModelShape
+from slicewise.errors import UserError
+from slicewise.plan.layouts import MAX_TENSOR, Limits, divisors, limits_of
+
+SUBJECTS = {
+    "tensor": "the heads and hidden widths of {model}",
+    "expert": "the {experts} experts of {model}",
+    "pipeline": "the {layers} layers of {model}",
+    "context": "sequences of {seq} tokens",
+}
+
+
+def check_layout(shape: ModelShape, cluster: Cluster, layout: Layout, seq: int) -> None:
+    """Raises UserError where an axis cannot divide what it must, or sequences cannot be shared out whole."""
+    limits = limits_of(shape, seq, int(layout.global_batch))
+    for axis, subject in SUBJECTS.items():
+        degree = int(layout.total(axis))
+        if degree > 1 and not limits.allows(axis, degree):
+            what = subject.format(model=shape.name, experts=limits.experts, layers=limits.layers, seq=seq)
+            raise UserError(
+                f"{axis} = {degree} does not divide {what}; {_nearest(limits, axis, degree, cluster)}."
+            )
+    if layout.global_batch < 1:
+        raise UserError(
+            f"the global batch is below one sequence of {seq} tokens; expected {seq} tokens or more."
+        )
+    shards = layout.data_shards // layout.ici.context
+    shards *= layout.accumulation_steps * layout.pipeline_microbatches
+    if layout.global_batch % shards:
+        near = max(1, round(layout.global_batch / shards)) * shards
+        raise UserError(
+            f"a global batch of {layout.global_batch} sequences cannot be divided over {shards} data shards"
+            f" and microbatches; the nearest that can is {near}."
+        )
+
+
+def _nearest(limits: Limits, axis: str, degree: int, cluster: Cluster) -> str:
+    legal = [d for d in divisors(cluster.slice.devices) if limits.allows(axis, d)]
+    near = min(legal, key=lambda d: (abs(math.log(d / degree)), d))
+    most = f" (at most {MAX_TENSOR})" if axis == "tensor" and degree > MAX_TENSOR else ""
+    return f"the nearest degree that does is {near}{most}"

@@ -1,0 +1,196 @@
+"""Every legal way to split a model's training over a cluster, as arrays with one entry a layout."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from slicewise.catalog.slices import Slice
+from slicewise.costs import torus
+from slicewise.costs.device import Device
+from slicewise.costs.layout import Degrees, Layout, place_degrees
+from slicewise.costs.shapes import ModelShape
+from slicewise.costs.traffic import Network
+
+MIN_CONTEXT_TOKENS = 2048  # of a sequence on one device: below it the blocks of attention kernels shrink
+MAX_TENSOR = 64
+MICROBATCHES = tuple(2**k for k in range(11))  # of one step: accumulated, or in flight through the pipeline
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model and the batch allow each axis to be."""
+
+    heads: int
+    widths: tuple[int, ...]  # dims that the tensor axis divides
+    experts: int
+    layers: int
+    seq: int
+    global_batch: int
+
+    def allows(self, axis: str, degree: int) -> bool:
+        if axis == "tensor":
+            divides = all(w % degree == 0 for w in self.widths)
+            return degree <= MAX_TENSOR and self.heads % degree == 0 and divides
+        if axis == "context":
+            return self.seq % degree == 0 and self.seq // degree >= min(MIN_CONTEXT_TOKENS, self.seq)
+        if axis == "expert":
+            return self.experts % degree == 0
+        if axis == "pipeline":
+            return self.layers % degree == 0
+        return self.global_batch % degree == 0
+
+
+def limits_of(shape: ModelShape, seq: int, global_batch: int) -> Limits:
+    """The tensor axis divides heads and every hidden width; experts of all sparse layers count alike."""
+    widths = {m.d_in for layer in shape.layers for m in layer.matmuls if m.sharding == "row"}
+    heads = functools.reduce(np.gcd, (layer.attention.heads for layer in shape.layers))
+    experts = max(layer.experts if layer.active else 1 for layer in shape.layers)
+    return Limits(int(heads), tuple(sorted(widths)), experts, shape.layer_count, seq, global_batch)
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))
+
+
+def factorisations(n: int, axes: tuple[str, ...], limits: Limits) -> Iterator[tuple[int, ...]]:
+    """Degrees of ``axes`` whose product is ``n``, each allowed by ``limits``; the batch is checked later."""
+    if len(axes) == 1:
+        if limits.allows(axes[0], n):
+            yield (n,)
+        return
+    for degree in divisors(n):
+        if limits.allows(axes[0], degree):
+            for rest in factorisations(n // degree, axes[1:], limits):
+                yield (degree, *rest)
+
+
+ICI_ORDER = ("tensor", "context", "expert", "pipeline", "fsdp", "data")  # the most constrained first
+DCN_AXES = ("pipeline", "fsdp", "data")
+
+
+DCN_PIPELINES = (1, 2, 4, 8)  # depths tried between slices; deeper ones lose to data replicas by their bubble
+
+
+@dataclass(frozen=True)
+class Table:
+    """Layouts as columns. ``ici_id`` names equal ICI degrees, ``twin`` layouts that differ in ``micro``
+    only."""
+
+    ici: np.ndarray  # [n, 6] in the order of ICI_ORDER
+    dcn: np.ndarray  # [n, 3] in the order of DCN_AXES
+    micro: np.ndarray  # [n] microbatches of a step
+    ici_id: np.ndarray  # [n]
+    twin: np.ndarray  # [n]
+
+    def __len__(self) -> int:
+        return len(self.micro)
+
+    def take(self, which: np.ndarray) -> "Table":
+        return Table(*(column[which] for column in self.columns))
+
+    @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        return (self.ici, self.dcn, self.micro, self.ici_id, self.twin)
+
+    @property
+    def staged(self) -> np.ndarray:
+        """Whether the layout is a pipeline."""
+        return self.ici[:, ICI_ORDER.index("pipeline")] * self.dcn[:, DCN_AXES.index("pipeline")] > 1
+
+    def layout(self, global_batch: int) -> Layout:
+        """One Layout whose fields are arrays."""
+        ici = Degrees(**{axis: self.ici[:, k] for k, axis in enumerate(ICI_ORDER)})
+        dcn = Degrees(**{axis: self.dcn[:, k] for k, axis in enumerate(DCN_AXES)})
+        staged = self.staged
+        return Layout(
+            ici, dcn, global_batch, np.where(staged, 1, self.micro), np.where(staged, self.micro, 1)
+        )
+
+    def row(self, k: int, global_batch: int) -> Layout:
+        """Layout ``k`` with plain integers."""
+        ici = {axis: int(v) for axis, v in zip(ICI_ORDER, self.ici[k], strict=True)}
+        dcn = {axis: int(v) for axis, v in zip(DCN_AXES, self.dcn[k], strict=True)}
+        micro = int(self.micro[k])
+        staged = bool(self.staged[k])
+        return Layout(
+            Degrees(**ici), Degrees(**dcn), global_batch, 1 if staged else micro, micro if staged else 1
+        )
+
+
+def ici_rows(shape: ModelShape, slice_: Slice, limits: Limits) -> np.ndarray:
+    """Degrees [n, 6] of every way to split a slice."""
+    rows = list(factorisations(slice_.devices, ICI_ORDER, limits))
+    return np.array(rows, dtype=np.int64).reshape(-1, len(ICI_ORDER))
+
+
+def dcn_rows(num_slices: int, limits: Limits, *, fsdp: bool) -> np.ndarray:
+    """Degrees [n, 3] of every way to split the slices: those with an FSDP axis, or those without.
+
+    Tensor, context and expert axes stay inside a slice: what they move per token is too much for the network.
+    """
+    rows = [
+        row
+        for row in factorisations(num_slices, DCN_AXES, limits)
+        if row[0] in DCN_PIPELINES and (row[1] > 1) == fsdp
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, len(DCN_AXES))
+
+
+def combine(ici: np.ndarray, ids: np.ndarray, dcn: np.ndarray, limits: Limits) -> Table:
+    """Every pair of ``ici`` (named ``ids``) and ``dcn`` rows whose data shards get whole sequences, with
+    every count of microbatches (a power of two) that leaves whole sequences."""
+    batch = limits.global_batch
+    shards = ici[:, [ICI_ORDER.index(a) for a in ("data", "fsdp", "expert")]].prod(1)[:, None] * dcn[
+        None, :, 1:
+    ].prod(2)
+    stages = ici[:, ICI_ORDER.index("pipeline")][:, None] * dcn[None, :, 0]
+    a, b = np.nonzero((batch % shards == 0) & (limits.layers % stages == 0))
+    sequences = batch // shards[a, b]
+    micro = np.array(MICROBATCHES)
+    pair, step = np.nonzero(sequences[:, None] % micro[None, :] == 0)
+    return Table(ici[a[pair]], dcn[b[pair]], micro[step], ids[a[pair]], pair)
+
+
+def joined(first: Table, second: Table) -> Table:
+    """Both tables as one."""
+    offset = int(first.twin.max()) + 1 if len(first) else 0
+    second = Table(second.ici, second.dcn, second.micro, second.ici_id, second.twin + offset)
+    return Table(*(np.concatenate(pair) for pair in zip(first.columns, second.columns, strict=True)))
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Where each row of ICI degrees lands on a slice: per row and axis (order of `torus.ORDER`)."""
+
+    links: np.ndarray
+    hops: np.ndarray
+    joins: np.ndarray
+    legal: np.ndarray  # rows that the slice can hold
+
+    def network(self, ids: np.ndarray, device: Device) -> Network:
+        """The links of layouts whose ICI rows are ``ids``, as arrays."""
+        columns = [
+            dict(zip(torus.ORDER, values[ids].T, strict=True))
+            for values in (self.links, self.hops, self.joins)
+        ]
+        return Network(device, *columns)
+
+
+def placements(ici: np.ndarray, slice_: Slice) -> Placements:
+    """Lays every row of ``ici`` out on ``slice_``."""
+    links, hops = np.ones(ici.shape), np.ones(ici.shape)
+    joins = np.zeros(ici.shape, dtype=bool)
+    legal = np.ones(len(ici), dtype=bool)
+    order = [ICI_ORDER.index(axis) for axis in torus.ORDER]
+    for k, degrees in enumerate(ici[:, order].tolist()):
+        placed = place_degrees(slice_, tuple(degrees))
+        if placed is None:
+            legal[k] = False
+            continue
+        links[k] = [a.links for a in placed]
+        hops[k] = [a.hops for a in placed]
+        joins[k] = [a.crosses_core for a in placed]
+    return Placements(links, hops, joins, legal)

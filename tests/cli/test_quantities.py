@@ -1,0 +1,76 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slicewise.cli import quantities
+from slicewise.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("8192", 8192), ("8k", 8192), ("16M", 2**24), ("0.5k", 512), ("1_024", 1024)]
+)
+def test_sizes_use_powers_of_two(text, value):
+    assert quantities.size(text, "--seq") == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("15T", 15e12), ("1.5M", 1.5e6), ("2e6", 2e6), ("2,000,000", 2e6), ("70b", 70e9)]
+)
+def test_amounts_use_powers_of_ten(text, value):
+    assert quantities.amount(text, "--tokens") == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("34MB", 34e6), ("2GiB", 2**31), ("1e9", 1e9), ("5B", 5), ("7k", 7000), ("1mib", 2**20)],
+)
+def test_bytes_tell_decimal_from_binary_prefixes(text, value):
+    assert quantities.byte_count(text, "BYTES") == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("30d", 30 * 86400), ("12h", 43200), ("5min", 300), ("5m", 300), ("11.6s", 11.6), ("30 ms", 0.03),
+     ("90", 90), ("2y", 2 * 365.25 * 86400)],
+)  # fmt: skip
+def test_times_have_units(text, value):
+    assert quantities.seconds(text, "--deadline") == pytest.approx(value)
+
+
+def test_a_time_may_be_zero_only_where_that_makes_sense():
+    assert quantities.seconds("0", "--wait", zero=True) == 0
+    with pytest.raises(UserError, match=r"--deadline 0: expected 30d, 12h"):
+        quantities.seconds("0", "--deadline")
+
+
+def test_coordinates_are_numbers_separated_by_commas():
+    assert quantities.coordinates("0, 3,1", "--from") == (0, 3, 1)
+    with pytest.raises(UserError, match=r"--from 0,-1: expected numbers such as"):
+        quantities.coordinates("0,-1", "--from")
+
+
+@pytest.mark.parametrize("text", ["", "many", "-8", "8q", "1.2.3", "0", "nan", "inf", "1e999", "8k8", "k"])
+@pytest.mark.parametrize(
+    "read",
+    [quantities.size, quantities.whole, quantities.amount, quantities.byte_count, quantities.seconds],
+)
+def test_other_text_is_refused_with_examples(read, text):
+    with pytest.raises(UserError, match=r"^--option .*: expected "):
+        read(text, "--option")
+
+
+def test_a_size_must_be_whole():
+    with pytest.raises(UserError, match=r"--seq 1\.5: expected a whole number"):
+        quantities.size("1.5", "--seq")
+
+
+def test_bytes_are_no_billions():
+    with pytest.raises(UserError, match="expected 34MB"):
+        quantities.byte_count("3bb", "BYTES")
+
+
+@given(st.integers(1, 10**9), st.sampled_from(["", "k", "M", "G", "T"]))
+def test_prefixes_multiply(number, prefix):
+    power = ["", "k", "M", "G", "T"].index(prefix)
+    assert quantities.size(f"{number}{prefix}", "x") == number * 1024**power
+    assert quantities.amount(f"{number}{prefix}", "x") == float(number) * 1000**power

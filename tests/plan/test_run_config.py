@@ -1,0 +1,110 @@
+import os
+
+import pytest
+
+from slicewise.catalog import model, slices
+from slicewise.config import RunConfig, load_config, with_overrides
+from slicewise.costs.layout import Degrees, Layout, Recipe
+from slicewise.costs.shapes import model_shape
+from slicewise.costs.step import estimate
+from slicewise.errors import UserError
+from slicewise.plan import run_config
+from slicewise.plan.search import Candidate
+from slicewise.plan.write import write_config
+
+SHAPE = model_shape(model.load("demo-1m"))
+PLACE = slices.cluster("v5e:2x4", 2)
+
+
+def config_of(*overrides):
+    return with_overrides(RunConfig(), ["global_batch_size=64", *overrides])
+
+
+def test_a_config_is_priced_with_its_own_degrees_and_policy():
+    now = run_config.priced(config_of("ici_tensor_parallelism=2", "remat_policy=full"), SHAPE, PLACE)
+    assert (now.layout.ici.fsdp, now.layout.ici.tensor, now.layout.dcn.data) == (4, 2, 2)
+    assert now.recipe.remat.name == "full"
+    again = estimate(SHAPE, PLACE, now.layout, now.recipe, 256)
+    assert now.estimate == again
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["compute_dtype=float32"], "only bfloat16 steps can be priced; set compute_dtype=bfloat16"),
+        (["ici_tensor_parallelism=3"], "does not divide the 8 devices"),
+        (["ici_tensor_parallelism=8"], "tensor = 8 does not divide the heads"),
+        (["global_batch_size=8"], "the nearest that can is 16"),
+    ],
+)
+def test_what_cannot_be_priced_is_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
+        run_config.priced(config_of(*overrides), SHAPE, PLACE)
+
+
+def candidate(layout):
+    recipe = Recipe()
+    return Candidate(PLACE, layout, recipe, estimate(SHAPE, PLACE, layout, recipe, 256))
+
+
+def test_values_of_a_layout_give_the_same_layout_back():
+    work = run_config.workload_of(config_of(), SHAPE)
+    planned = candidate(Layout(Degrees(fsdp=4, tensor=2), Degrees(data=2), 64))
+    values = run_config.config_values(work, planned, model="demo-1m", run_tokens=1e6)
+    assert values["steps"] == 62  # 61.04 batches of 64 x 256 tokens
+    config = with_overrides(RunConfig(), run_config.as_overrides(values))
+    again = run_config.priced(config, SHAPE, PLACE)
+    assert again.layout == planned.layout
+    assert run_config.changes(again, planned) == ()
+
+
+def test_what_no_key_can_ask_for_is_named():
+    beyond = candidate(Layout(Degrees(fsdp=2, context=2, data=2), Degrees(data=2), 64, 2))
+    assert run_config.beyond_config(beyond) == ("ici context 2", "2 accumulation steps")
+
+
+def test_changes_name_the_key_or_say_there_is_none():
+    now = candidate(Layout(Degrees(fsdp=8), Degrees(data=2), 64))
+    then = candidate(Layout(Degrees(fsdp=4, context=2), Degrees(data=2), 64, 2))
+    found = {c.what: c for c in run_config.changes(now, then)}
+    assert set(found) == {"fsdp over ICI", "context over ICI", "accumulation steps"}
+    assert (found["fsdp over ICI"].key, found["fsdp over ICI"].now) == ("ici_fsdp_parallelism", "8")
+    assert found["context over ICI"].key is None
+
+
+def test_writing_keeps_comments_order_and_permissions(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[data]\n# why so short\nsequence_length = 128\n\n[run]\nrun_name = "a" # mine\n')
+    path.chmod(0o640)
+    config = write_config(str(path), {"sequence_length": 512, "steps": 7, "checkpoint_every": 3})
+    assert path.read_text() == (
+        '[data]\n# why so short\nsequence_length = 512\n\n[run]\nrun_name = "a" # mine\nsteps = 7\n'
+        "\n[checkpoint]\ncheckpoint_every = 3\n"
+    )
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert load_config(str(path)).config == config
+    assert os.listdir(tmp_path) == ["run.toml"]
+
+
+@pytest.mark.parametrize("before", ["[run]\nstepz = 1\n", "[run\n", "[run]\nsteps = -1\n"])
+def test_a_file_that_is_no_config_is_left_alone(tmp_path, before):
+    path = tmp_path / "run.toml"
+    path.write_text(before)
+    with pytest.raises(UserError):
+        write_config(str(path), {"checkpoint_every": 3})
+    assert path.read_text() == before
+
+
+def test_values_that_are_no_config_are_not_written(tmp_path):
+    path = tmp_path / "run.toml"
+    with pytest.raises(UserError, match="steps"):
+        write_config(str(path), {"steps": 0})
+    assert not path.exists()
+
+
+def test_a_missing_file_is_created_only_where_that_is_meant(tmp_path):
+    path = tmp_path / "run.toml"
+    with pytest.raises(UserError, match="No such file"):
+        write_config(str(path), {"steps": 3}, create=False)
+    write_config(str(path), {"steps": 3}, note="Planned.")
+    assert path.read_text() == "# Planned.\n\n[run]\nsteps = 3\n"
