@@ -50,8 +50,8 @@ class Model(Part):
     """A catalog name, a ModelSpec .toml, or a Hugging Face config.json."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations and matrix products; weights and optimiser state stay float32."""
-    remat_policy: Literal["none", "full"] = "none"
-    """Activations recomputed in the backward pass: none, or everything inside a layer."""
+    remat_policy: Literal["none", "minimal", "full"] = "minimal"
+    """Activations recomputed in the backward pass: none, all but products with weights, or a whole layer."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-normaliser in the loss."""
 

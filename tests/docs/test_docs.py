@@ -23,12 +23,14 @@ import subprocess
 import sys
 import tomllib
 import xml.etree.ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from slicewise import cli
+from slicewise.catalog import model
 from slicewise.catalog.model import ModelSpec, RopeScaling, names
 from slicewise.config import SECTION_OF, describe, load_config
 from slicewise.data import sources
@@ -108,6 +110,9 @@ def blocks(page: Path) -> tuple[Block, ...]:
             Block(match["info"].split()[0], title[1] if title else "", match["body"], match["run"] or "")
         )
     return tuple(found)
+
+
+WITH_COMMANDS = [page for page in PAGES if any(block.commands for block in blocks(page))]
 
 
 def prose(page: Path) -> str:
@@ -224,23 +229,36 @@ def demo(tmp_path_factory) -> Demo:
     return Demo(directory, cache, dict(zip((c.text for c in block.commands), results, strict=True)))
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if any(b.commands for b in blocks(p))], ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_the_commands_of_a_page_run_and_print_what_it_shows(page, demo, tmp_path):
-    directory = tmp_path / "clone"
+def run_page(page: Path, demo: Demo, directory: Path) -> list[tuple[Block, list[tuple[str, int]]]]:
+    """The console blocks of a page with what each of their commands printed."""
     shutil.copytree(demo.directory, directory)
+    ran = []
     for block in blocks(page):
         if block.title:
             (directory / block.title).write_text(block.body)
-        if not block.commands:
-            continue
-        if block.commands[0].text in demo.printed:
-            results = [demo.printed[command.text] for command in block.commands]
-        else:
-            results = run_block(block, directory, demo.cache)
+        if block.commands and block.commands[0].text in demo.printed:
+            ran.append((block, [demo.printed[command.text] for command in block.commands]))
+        elif block.commands:
+            ran.append((block, run_block(block, directory, demo.cache)))
+    return ran
+
+
+@pytest.fixture(scope="module")
+def pages(demo, tmp_path_factory):
+    """What run_page gives of every page, two pages at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        longest_first = sorted(WITH_COMMANDS, key=lambda page: page.name != "tutorial.md")
+        yield {
+            p: pool.submit(run_page, p, demo, tmp_path_factory.mktemp("page") / "clone")
+            for p in longest_first
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_run_and_print_what_it_shows(page, pages):
+    for block, results in pages[page].result():
         assert len(results) == len(block.commands), f"the shell ended early:\n{results}"
         for command, (output, code) in zip(block.commands, results, strict=True):
             check(command, output, code, block.exit_code)
@@ -386,6 +404,18 @@ def test_layers_are_those_that_the_linter_enforces():
     assert [name for name in documented if name in layers] == layers
 
 
+def test_pages_give_the_steps_and_the_batch_of_the_demo():
+    config = load_config(str(ROOT / "examples" / "demo.toml")).config
+    steps, every = config.run.steps, config.checkpoint.checkpoint_every
+    saved = {str(step) for step in range(1, steps + 1) if step % every == 0 or step == steps}
+    text = all_text()
+    assert set(re.findall(r"(?:runs/(?:demo|again)/|`)checkpoints/(\d+)", text)) == saved
+    assert set(re.findall(r"^step (\d+): loss", text, re.M)) == {str(steps)}
+    assert set(re.findall(r"`step \d+/(\d+)", text)) == {str(steps)}
+    tokens = config.data.global_batch_size * config.data.sequence_length
+    assert set(re.findall(r"runs/demo starts: demo-1m, ([\d,]+) tokens/step", text)) == {f"{tokens:,}"}
+
+
 def test_passages_are_as_long_as_data_says():
     said = re.search(r"about (\d+) KiB.*?at least (\d+) bytes a token", (DOCS / "data.md").read_text(), re.S)
     assert (int(said[1]) << 10, int(said[2])) == (sources.PASSAGE_BYTES, sources.PASSAGE_PER_SEQUENCE)
@@ -400,7 +430,8 @@ def test_make_targets_that_pages_name_exist():
 def test_every_example_is_used_and_loads():
     for example in sorted((ROOT / "examples").glob("*.toml")):
         assert f"examples/{example.name}" in all_text()
-        load_config(str(example))
+        is_model = "layers" in tomllib.loads(example.read_text())
+        (model.load if is_model else load_config)(str(example))
 
 
 # ---------------------------------------------------------------- links and the site

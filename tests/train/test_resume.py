@@ -58,7 +58,7 @@ class Place:
         train = ("train", "run.toml", *arguments)
         log = self.folder / "output"
         with (
-            log.open("a") as output,
+            log.open("w") as output,
             self.command.popen(*train, cwd=self.folder, stdout=output, stderr=output, **options) as process,
         ):
             try:
@@ -83,19 +83,33 @@ class Place:
         assert code == (-signal.SIGKILL if victim is None else ExitCode.INTERNAL), self.output()
         wait_for(lambda: not any(map(is_alive, below.values())))
 
+    def kill_in_a_save(self, *arguments, victim=None, attempts=3):
+        """Kills while a save is under way: it leaves an unfinished step that was not there before."""
+        before = self.unfinished()
+        for _ in range(attempts):
+            self.kill_when(lambda: self.unfinished() - before, *arguments, victim=victim)
+            if self.unfinished() - before:
+                return
+        pytest.fail("every save was done before the kill arrived")
+
     def output(self):
+        """Of the last start that was to be killed."""
         return (self.folder / "output").read_text()
 
-    def steps_taken(self):
-        with contextlib.suppress(FileNotFoundError):
-            return self.metrics.read_text().count("\n")
-        return 0
+    def has_taken(self, steps):
+        """Whether this start is stepping, and the run is beyond so many steps."""
+        is_stepping = " starts: " in self.output() or " resumes after step " in self.output()
+        return is_stepping and self.metrics.read_text().count("\n") > steps
 
-    def is_saving(self):
-        """Whether a save is under way, or was cut short."""
+    def completed(self):
+        return complete_steps(str(self.checkpoints))
+
+    def unfinished(self):
+        """The steps of saves that are under way or were cut short."""
         with contextlib.suppress(FileNotFoundError):
-            return any(UNFINISHED_INFIX in path.name for path in self.checkpoints.iterdir())
-        return False
+            names = (path.name for path in self.checkpoints.iterdir())
+            return {int(name.partition(".")[0]) for name in names if UNFINISHED_INFIX in name}
+        return set()
 
     def records(self):
         """(step, loss, gradient norm, learning rate) of every record."""
@@ -144,8 +158,8 @@ def assert_same(place, reference):
     assert ours.keys() == theirs.keys()
     for name in ours:
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name, strict=True)
-    assert not place.is_saving(), "what was left of a save cut short is gone"
-    assert complete_steps(str(place.checkpoints)) == [STEPS - EVERY, STEPS]
+    assert place.unfinished() == set(), "what was left of a save cut short is gone"
+    assert place.completed()[-2:] == [STEPS - EVERY, STEPS]
 
 
 @pytest.fixture(scope="module")
@@ -169,34 +183,34 @@ def place(tmp_path, command, corpus):
 
 
 def test_killed_before_the_first_checkpoint_a_run_starts_over(place, undisturbed, tmp_path):
-    """At start-up, while it compiles (and fills the cache of compiled programs), and in a step."""
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    """At start-up, while it compiles, while it fills the cache of compiled programs, and in a step."""
+    cache = tmp_path / "cache"
+    env = {"JAX_COMPILATION_CACHE_DIR": str(cache)}
     begun_s = time.monotonic()
     place.kill_when(lambda: time.monotonic() - begun_s > 0.5)
-    place.kill_when(lambda: "compile ..." in place.output(), env=cache)
-    place.kill_when(lambda: (tmp_path / "cache").exists() and any((tmp_path / "cache").iterdir()), env=cache)
-    place.kill_when(lambda: place.steps_taken() >= 2, env=cache)
-    assert complete_steps(str(place.checkpoints)) == []
-    place.run(env=cache)
+    place.kill_when(lambda: "compile ..." in place.output(), env=env)
+    place.kill_when(lambda: cache.exists() and any(cache.iterdir()), env=env)
+    place.kill_when(lambda: place.has_taken(2), env=env)
+    assert place.completed() == []
+    place.run(env=env)
     assert_same(place, undisturbed)
 
 
-def test_killed_in_a_save_and_in_a_step_after_it_a_run_resumes(place, undisturbed):
-    place.kill_when(place.is_saving)
-    assert place.is_saving()
-    assert complete_steps(str(place.checkpoints)) == []
-    place.kill_when(lambda: complete_steps(str(place.checkpoints)) and place.steps_taken() > EVERY)
-    done = complete_steps(str(place.checkpoints))[-1]
-    place.kill_when(lambda: "resumes after step" in place.output().rpartition("compile ...")[2])
-    shutil.rmtree(place.checkpoints / "spare", ignore_errors=True)
-    place.kill_when(lambda: place.is_saving() and done < STEPS)
-    assert place.is_saving()
+def test_killed_in_a_save_in_a_restore_and_in_a_step_a_run_resumes(place, undisturbed):
+    place.kill_in_a_save()
+    place.kill_when(lambda: place.completed() and place.has_taken(EVERY))
+    done = place.completed()[-1]
+    place.kill_when(lambda: "restore ..." in place.output())
+    assert place.completed()[-1] == done
+    place.kill_in_a_save()
+    done = place.completed()[-1]
     assert f"resumes after step {done}" in place.run()
+    assert place.completed() == [STEPS - EVERY, STEPS]
     assert_same(place, undisturbed)
 
 
 def test_killed_after_the_end_a_run_says_that_it_is_complete(place, undisturbed):
-    place.kill_when(lambda: complete_steps(str(place.checkpoints))[-1:] == [STEPS])
+    place.kill_when(lambda: place.completed()[-1:] == [STEPS])
     before = place.records()
     assert f"runs/run is complete: {STEPS} steps are done, steps = {STEPS}." in place.run()
     assert place.records() == before
@@ -204,9 +218,9 @@ def test_killed_after_the_end_a_run_says_that_it_is_complete(place, undisturbed)
 
 
 def test_a_cluster_of_which_a_part_or_all_is_killed_resumes(place, undisturbed_cluster):
-    place.kill_when(place.is_saving, *CLUSTER, victim=1)
-    place.kill_when(lambda: place.steps_taken() > EVERY, *CLUSTER, victim=0)
-    place.kill_when(lambda: place.is_saving() and place.steps_taken() >= 2 * EVERY, *CLUSTER)
+    place.kill_in_a_save(*CLUSTER, victim=1)
+    place.kill_when(lambda: place.has_taken(EVERY), *CLUSTER, victim=0)
+    place.kill_in_a_save(*CLUSTER)
     place.run(*CLUSTER)
     assert_same(place, undisturbed_cluster)
 

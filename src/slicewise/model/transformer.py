@@ -26,6 +26,7 @@ GATHERED = (
 )
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
+    "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -191,7 +192,7 @@ def forward(
     where: Tokens,
     *,
     dtype: jnp.dtype,
-    remat_policy: str = "none",
+    remat_policy: str = "minimal",
     cache: Cache | None = None,
 ) -> tuple[jax.Array, Cache | None]:
     """Logits [B, T, V padded] of the next token in ``dtype``; entries at or above spec.vocab are -inf-like.

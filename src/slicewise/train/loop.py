@@ -105,14 +105,15 @@ class _Run:
         if self.start:
             self.report({"event": "phase", "name": "restore"})
             state, data_state = self._restore()  # before compiling: a checkpoint may be refused
-        with ThreadPoolExecutor(1) as background:
+        with ThreadPoolExecutor(2) as background:
             loading = background.submit(self._open_loader, data_state)
+            initialising = None if state else background.submit(self._compile_init)
             self.report({"event": "phase", "name": "compile"})
             update = self.step.update.lower(self.step.abstract_state, self.step.abstract_batch).compile()
             loader = loading.result()
-        self.stack.callback(loader.close)
-        if state is None:
-            state = self.step.init()
+            self.stack.callback(loader.close)
+            if initialising:
+                state = initialising.result()()
         writer = None
         if self.is_first:
             writer = MetricWriter(
@@ -135,6 +136,10 @@ class _Run:
                 meter.restart_clock()
         self._profile(config.run.steps + 1, state)
         return state
+
+    def _compile_init(self) -> jax.stages.Compiled:
+        with jax.set_mesh(self.step.mesh):  # which belongs to a thread
+            return self.step.init.lower().compile()
 
     def _open_loader(self, data_state: np.ndarray | None) -> BatchLoader:
         state = None if data_state is None else data_state[self.rows]

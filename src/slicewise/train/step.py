@@ -37,7 +37,7 @@ class TrainStep:
     mesh: Mesh
     abstract_state: TrainState  # leaves are ShapeDtypeStruct with sharding
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
-    init: Callable[[], TrainState]  # under jax.set_mesh(mesh), as the others
+    init: jax.stages.Wrapped  # () -> state; under jax.set_mesh(mesh), as the others
     update: jax.stages.Wrapped  # (state, batch) -> (state, metrics); donates the state
     evaluate: Callable[
         [transformer.Params, dict], tuple[jax.Array, jax.Array]
@@ -93,10 +93,15 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         mesh=mesh,
         abstract_state=abstract_state,
         abstract_batch={k: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for k in BATCH_KEYS},
-        init=jax.jit(init, out_shardings=state_shardings),
+        init=jax.jit(init, out_shardings=state_shardings, compiler_options=_once(mesh)),
         update=jax.jit(update, donate_argnums=0, out_shardings=(state_shardings, None)),
         evaluate=jax.jit(evaluate),
     )
+
+
+def _once(mesh: Mesh) -> dict[str, Any]:
+    """Compiler options of a program that runs once: a CPU spends longer on optimising it than it could save."""
+    return {"xla_backend_optimization_level": 1} if mesh.devices.flat[0].platform == "cpu" else {}
 
 
 def _with_devices(abstract: Any, mesh: Mesh) -> Any:
