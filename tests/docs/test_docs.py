@@ -26,13 +26,14 @@ import xml.etree.ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 
 from slicewise import cli
 from slicewise.catalog import model
 from slicewise.catalog.model import ModelSpec, RopeScaling, names
-from slicewise.config import SECTION_OF, describe, load_config
+from slicewise.config import SECTION_OF, RunConfig, describe, load_config
 from slicewise.data import sources
 from slicewise.errors import ExitCode
 from slicewise.interop.families import FAMILIES
@@ -301,12 +302,18 @@ def test_blocks_are_of_known_kinds_and_what_installs_names_real_extras(page):
 
 def test_configuration_lists_every_key_with_its_section_and_default():
     page = DOCS / "configuration.md"
-    sections = re.split(r"^## \[(\w+)\]$", page.read_text(), flags=re.M)
+    text = page.read_text()
+    for part in RunConfig.model_fields.values():
+        for key, field in part.annotation.model_fields.items():
+            line = next(line for line in text.splitlines() if line.startswith(f"| `{key}` |"))
+            choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+            assert all(f"`{choice}`" in line for choice in choices), key
+    sections = re.split(r"^## \[(\w+)\]$", text, flags=re.M)
     row = re.compile(r"^\| `(\w+)` \| `([^`]*)` \| \S.* \|$", re.M)
     documented = {
         key: (section, default)
-        for section, text in zip(sections[1::2], sections[2::2], strict=True)
-        for key, default in row.findall(text)
+        for section, body in zip(sections[1::2], sections[2::2], strict=True)
+        for key, default in row.findall(body)
     }
     expected = {row.key: row for row in describe(load_config(None))}
     assert documented.keys() == expected.keys()

@@ -52,6 +52,7 @@ class Chip(Record):
     name: str
     kind: Literal["tpu", "gpu"]
     aliases: tuple[str, ...] = ()
+    jax_device_kinds: tuple[str, ...] = ()  # what JAX calls a device of this chip
     type_prefix: str  # of accelerator types: v5litepod in v5litepod-16
     type_counts: Literal["cores", "chips"]  # what the number in an accelerator type counts
     cores: PositiveInt  # TensorCores, or SMs
@@ -140,6 +141,14 @@ def names() -> tuple[str, ...]:
 
 
 @functools.cache
+def of_device_kind(kind: str) -> Chip | None:
+    """The chip of the catalog whose devices JAX calls ``kind``."""
+    for name, table in _tables()[1].items():
+        if kind in table.get("jax_device_kinds", ()):
+            return load(name)
+    return None
+
+
 def load(
     name: str, chip_file: str | None = None, price_file: str | None = None, prefer: str | None = None
 ) -> Chip:

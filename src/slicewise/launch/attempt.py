@@ -18,9 +18,8 @@ FAILURE_GRACE_S = 3.0  # for the others after a failure: most can only hang or a
 PREEMPTED_GRACE_S = 30.0  # after one that saved its state: the others take part in the same save
 DONE_GRACE_S = 600.0  # after the first that finished: longer than JAX's own shutdown barrier (300 s)
 STOP_GRACE_S = 60.0  # after SIGTERM, to agree on a step and save it
-_CHATTER = re.compile(
-    r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks"
-)  # no switch turns it off; logs keep it
+# Gloo's own lines, which no switch turns off and which threads cut into one another; the logs keep them.
+_CHATTER = re.compile(r"(\[Gloo\] |.*number of connected peer ranks is)")
 _ORDERLY = (ExitCode.RESTART, ExitCode.PREEMPTED)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jax._src import distributed
 
 from slicewise.errors import UserError
 
@@ -40,6 +41,15 @@ def initialize() -> None:
     except ValueError as e:
         if "coordinator_address" not in str(e):  # anything but "no cluster found"
             raise
+
+
+def wait_for_all(point: str) -> None:
+    """Returns when every process got here. Before the first collective: peers that wait in it give up after 30 s."""
+    if jax.process_count() > 1:
+        # JAX's own barrier for users is a collective of the devices, which is what has to wait here.
+        client = distributed.global_state.client
+        assert client is not None
+        client.wait_at_barrier(f"slicewise_{point}", 1000 * INITIALIZATION_TIMEOUT_S)
 
 
 def emulated_slices() -> int | None:

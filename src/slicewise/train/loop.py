@@ -13,13 +13,15 @@ from jax.experimental import multihost_utils
 import slicewise
 from slicewise.checkpoint.manifest import complete_steps
 from slicewise.config import RunConfig
+from slicewise.costs.flops import model_flops
+from slicewise.costs.shapes import model_shape
 from slicewise.data.loader import BatchLoader
 from slicewise.errors import UserError
 from slicewise.parallel import cluster
 from slicewise.parallel.mesh import build_mesh
 from slicewise.train import runtime
 from slicewise.train.batches import held_out, local_rows, to_global
-from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s, training_flops_per_token
+from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s
 from slicewise.train.progress import Sink, reporter
 from slicewise.train.step import TrainState, TrainStep, build_train_step
 
@@ -112,8 +114,10 @@ class _Run:
             update = self.step.update.lower(self.step.abstract_state, self.step.abstract_batch).compile()
             loader = loading.result()
             self.stack.callback(loader.close)
+            cluster.wait_for_all("compiled")
             if initialising:
                 state = initialising.result()()
+        assert state is not None
         writer = None
         if self.is_first:
             writer = MetricWriter(
@@ -131,7 +135,10 @@ class _Run:
             if saves:
                 self._save(number, state, loader)
             if evaluates:
-                meter.evaluated(number, self._evaluate(state))
+                loss = self._evaluate(state)
+                self._say(f"step {number}: held-out loss {loss:.4f} nats/token")
+                if writer:
+                    writer.write(number, {"held_out_loss": loss})
             if saves or evaluates:
                 meter.restart_clock()
         self._profile(config.run.steps + 1, state)
@@ -225,8 +232,8 @@ class _Meter:
     def __init__(self, config: RunConfig, step: TrainStep, report: Sink, writer: MetricWriter | None):
         self.config, self.report, self.writer = config, report, writer
         self.tokens = config.data.global_batch_size * config.data.sequence_length
-        flops_per_token = training_flops_per_token(step.spec, config.data.sequence_length)
-        self.flops_per_device = flops_per_token * self.tokens / step.mesh.devices.size
+        flops = model_flops(model_shape(step.spec), self.tokens, config.data.sequence_length)
+        self.flops_per_device = flops / step.mesh.devices.size
         self.peak = peak_flops_per_s(step.mesh)
         self.pending: list[tuple[int, dict]] = []
         self.last_s = time.perf_counter()
@@ -250,11 +257,6 @@ class _Meter:
     def restart_clock(self) -> None:
         """After a save or an evaluation, whose time is not the next step's."""
         self.last_s = time.perf_counter()
-
-    def evaluated(self, number: int, loss: float) -> None:
-        self.report({"event": "text", "text": f"step {number}: held-out loss {loss:.4f} nats/token"})
-        if self.writer:
-            self.writer.write(number, {"held_out_loss": loss})
 
     def _record(self, number: int, values: dict[str, float], step_time_s: float) -> None:
         for name in ("loss", "gradient_norm"):  # an infinite gradient spoils weights before the loss shows it

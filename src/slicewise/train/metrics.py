@@ -14,41 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from slicewise.catalog.model import ModelSpec
-from slicewise.costs.params import parameter_count
+from slicewise.catalog import chips
 from slicewise.errors import ExitCode, UserError
 
 EVENTS_FLUSH_S = 20.0  # how old an event is at most before TensorBoard can see it
 
-# bfloat16 FLOP/s of one JAX device, from the vendor's data sheets
-PEAK_FLOPS_PER_S = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU7x": 2307e12 / 2,
-}
-
-
-def training_flops_per_token(spec: ModelSpec, sequence_length: int) -> float:
-    """FLOPs of forward and backward for one token: 6 per active matrix weight, plus causal attention.
-
-    Attention: 12 N H for each token seen, of which a layer with window w <= T sees w - w^2 / (2 T) on average,
-    hence T / 2 without one.
-    """
-    count = parameter_count(spec)
-    matrices = count.active - (0 if spec.tied_embeddings else count.embedding)
-    local = min(sequence_length, spec.sliding_window or sequence_length)
-    windows = [sequence_length if spec.layer_is_global(i) else local for i in range(spec.layers)]
-    seen = sum(window - window**2 / (2 * sequence_length) for window in windows)
-    return 6 * matrices + 12 * spec.heads * spec.head_dim * seen
-
 
 def peak_flops_per_s(mesh: Mesh) -> float:
-    """Peak FLOP/s of one device: published for a TPU, measured on anything else (all devices at once)."""
-    kind = mesh.devices.flat[0].device_kind
-    return PEAK_FLOPS_PER_S.get(kind) or _measured_peak(mesh)
+    """Peak FLOP/s of one device: the catalog's for a chip it knows, measured on anything else (all devices at once)."""
+    chip = chips.of_device_kind(mesh.devices.flat[0].device_kind)
+    return chip.peak_flops_per_s("bf16") / chip.jax_devices if chip else _measured_peak(mesh)
 
 
 def _measured_peak(mesh: Mesh, size: int = 768, repeats: int = 3) -> float:
