@@ -44,7 +44,9 @@ def test_held_out_loss_falls_below_unigram_and_bigram_baselines(demo):
     loss = float(re.search(r"^held-out loss ([\d.]+) nats/token", output, re.M)[1])
     config = load_config(str(DEMO)).config
     vocab = 258
-    train, held_out = (pair_counts(TokenizedDocuments(config, side, vocab), vocab) for side in ("train", "held_out"))
+    train, held_out = (
+        pair_counts(TokenizedDocuments(config, side, vocab), vocab) for side in ("train", "held_out")
+    )
     unigram = np.log((train.sum(0) + 1) / (train.sum() + vocab))
     bigram = np.log((train + 0.1) / (train.sum(1, keepdims=True) + 0.1 * vocab))
     unigram_loss = -(held_out.sum(0) * unigram).sum() / held_out.sum()
@@ -55,7 +57,9 @@ def test_held_out_loss_falls_below_unigram_and_bigram_baselines(demo):
 def test_reports_what_a_reader_wants(demo):
     directory, output = demo
     assert "8 x cpu in 4 processes, data 2 x fsdp 4" in output
-    assert re.search(r"loss [\d.]+ +[\d.]+ s/step +[\d,]+ tokens/s +[\d.e-]+ TFLOP/s/device +MFU [\d.]+%", output)
+    assert re.search(
+        r"loss [\d.]+ +[\d.]+ s/step +[\d,]+ tokens/s +[\d.e-]+ TFLOP/s/device +MFU [\d.]+%", output
+    )
     records = [json.loads(line) for line in (directory / "runs/demo/metrics.jsonl").read_text().splitlines()]
     steps = [r["step"] for r in records if "loss" in r]
     assert steps == list(range(1, steps[-1] + 1))

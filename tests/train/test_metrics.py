@@ -137,7 +137,12 @@ def test_the_peak_of_a_device_is_measured_where_none_is_published():
 
 
 def test_the_peak_of_a_chip_of_the_catalog_is_its_devices_share():
-    for kind, expected in (("TPU v4", 275e12), ("TPU v5 lite", 197e12), ("TPU v5p", 459e12), ("TPU7x", 1.15e15)):
+    for kind, expected in (
+        ("TPU v4", 275e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5p", 459e12),
+        ("TPU7x", 1.15e15),
+    ):
         device = SimpleNamespace(device_kind=kind)
         mesh = SimpleNamespace(devices=np.array([device], dtype=object))
         assert peak_flops_per_s(mesh) == pytest.approx(expected, rel=0.01)
