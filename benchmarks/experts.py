@@ -132,7 +132,7 @@ def compare(e: Expert, top: int) -> dict[str, Any]:
         "ours_s": first.estimate.step_time_s,
         "rank": rank,
         "ours": first,
-        "reason": deciding(setting, priced) or trade(priced, first),
+        "reason": deciding(setting, priced, first) or trade(setting, priced, first),
         "fill": float(device_total(memory)) / theirs.hbm_limit_bytes,
     }
 
@@ -151,9 +151,13 @@ def main() -> None:
     compared = []
     skipped = []
     for config in rows.load(args.configs):
-        e = expert(config)
+        name = config.get("id") or "?"
+        try:
+            e = expert(config)
+        except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
+            e = f"{type(error).__name__} {error}"
         if isinstance(e, str):
-            skipped.append((config["id"], e))
+            skipped.append((name, e))
             continue
         try:
             r = compare(e, args.top)

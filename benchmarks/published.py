@@ -6,6 +6,7 @@ python benchmarks/published.py [--points FILE] [--breakdown]
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import rows
@@ -22,21 +23,35 @@ def main() -> None:
     parser.add_argument("--breakdown", action="store_true")
     args = parser.parse_args()
     results = []
-    for point in rows.load(args.points):
+    unpriced = 0
+    for number, point in enumerate(rows.load(args.points), 1):
         if not rows.scorable(point):
             continue
-        try:
-            row = rows.row(point)
-            e = estimate(row.shape, row.cluster, row.layout, row.recipe, row.seq)
-        except (UserError, KeyError, TypeError) as error:  # a row that lacks what others state
-            print(f"{point['id']:62s} not priced: {type(error).__name__} {error}")
+        priced = price(point)
+        if isinstance(priced, str):
+            unpriced += 1
+            print(f"{point.get('id') or f'row {number}':62s} not priced: {priced}")
             continue
+        row, e = priced
         predicted = e.step_time_s * row.allowance
         off = predicted / row.step_time_s - 1
         results.append((row, off))
         print(f"{row.id:62s} {row.step_time_s:8.3f} {predicted:8.3f} {off:+7.1%}", end="")
         print("  " + parts(e) if args.breakdown else "")
     summary(results)
+    if unpriced:
+        print(f"{unpriced} scorable rows lack what a price needs")
+
+
+def price(point: dict[str, Any]) -> tuple[rows.Row, StepEstimate] | str:
+    """The row and its predicted step, or what it lacks."""
+    try:
+        row = rows.row(point)
+        return row, estimate(row.shape, row.cluster, row.layout, row.recipe, row.seq)
+    except UserError as error:
+        return str(error)
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        return f"{type(error).__name__} {error}"  # a row without a field that others state
 
 
 def parts(e: StepEstimate) -> str:
@@ -54,6 +69,9 @@ def summary(results) -> None:
         "target": lambda r: r.kind,
         "newest": lambda r: "newest" if r.newest else "older",
     }
+    if not results:
+        print("no row can be scored")
+        return
     print(f"\n{'group':14s} {'':14s} {'rows':>5s} {'median':>7s} {'p90':>7s} {'worst':>7s} {'bias':>7s}")
     for name, key in groups.items():
         for value in sorted({key(r) for r, _ in results}):

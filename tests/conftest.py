@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["NPROC"] = "64"  # threads enough for the collectives of eight devices: see launch/targets/local.py
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     " --xla_backend_optimization_level=0"  # compiles three times as fast; the arithmetic stays float32
@@ -33,11 +34,13 @@ class SlicewiseCommand:
     def __init__(self, cache: Path):
         self._cache = cache
 
-    def popen(self, *arguments: str, devices: int = 1, env: dict[str, str] | None = None, **options):
+    def popen(
+        self, *arguments: str, devices: int = 1, env: dict[str, str] | None = None, prefix=(), **options
+    ):
         flags = f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
         environment = {"JAX_COMPILATION_CACHE_DIR": str(self._cache), "XLA_FLAGS": flags, "COLUMNS": "300"}
         return subprocess.Popen(
-            [sys.executable, "-m", "slicewise", *map(str, arguments)],
+            [*prefix, sys.executable, "-m", "slicewise", *map(str, arguments)],
             env=os.environ | environment | (env or {}),
             stdin=subprocess.DEVNULL,
             text=True,

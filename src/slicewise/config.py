@@ -77,11 +77,17 @@ class Data(Part):
 
 class Parallelism(Part):
     ici_data_parallelism: Degree = 1
+    """Replicas of the parameters within a slice; in every group -1 fills what the other axes leave."""
     ici_fsdp_parallelism: Degree = -1
+    """Devices of a slice over which parameters are sharded and gathered where they are used."""
     ici_tensor_parallelism: Degree = 1
+    """Devices of a slice that share heads, MLP columns and the vocabulary."""
     dcn_data_parallelism: Degree = -1
+    """Slices that each hold a replica."""
     dcn_fsdp_parallelism: Degree = 1
+    """Slices over which parameters are sharded."""
     dcn_tensor_parallelism: Degree = 1
+    """Slices that share heads, MLP columns and the vocabulary."""
 
     def degrees(self, network: Literal["ici", "dcn"]) -> dict[str, int]:
         """The degree asked for on each axis over one network, -1 where it fills."""
@@ -96,8 +102,11 @@ class Optimizer(Part):
     final_learning_rate_fraction: float = Field(0.1, ge=0, le=1)
     """Where the cosine ends, as a share of the peak."""
     weight_decay: NonNegativeFloat = 0.1
+    """Decoupled, on weights that multiply activations; not on norms and biases."""
     adam_b1: float = Field(0.9, ge=0, lt=1)
+    """Decay of AdamW's first moment."""
     adam_b2: float = Field(0.95, ge=0, lt=1)
+    """Decay of AdamW's second moment."""
     gradient_clip_norm: NonNegativeFloat = 1.0
     """Global norm above which gradients are scaled down; 0 = never."""
 

@@ -1,5 +1,7 @@
 """The cost model against published steps: the figures that the benchmark prints, held to their targets."""
 
+import copy
+import json
 import sys
 from pathlib import Path
 
@@ -25,6 +27,16 @@ def priced():
         e = estimate(row.shape, row.cluster, row.layout, row.recipe, row.seq)
         found.append((row, e, e.step_time_s * row.allowance / row.step_time_s - 1))
     return found
+
+
+@pytest.fixture(scope="module")
+def published():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import published
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return published
 
 
 def errors(priced, keep=lambda row: True):
@@ -68,3 +80,58 @@ def test_adding_slices_slows_the_step_about_as_published(priced):
     }
     published = series[32][0] / series[1][0]
     assert series[32][1] / series[1][1] == pytest.approx(published, abs=0.04)
+
+
+def _paths(record, above=()):
+    for key, value in record.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from _paths(value, (*above, key))
+
+
+def test_rows_that_lack_fields_are_priced_or_say_what_they_lack(published):
+    """Each field of a few rows in turn is null, then missing."""
+    rows = published.rows
+    points = rows.load(BENCHMARKS / "data" / "published_points.jsonl")
+    chosen = {(p["chip"], bool(p["model"].get("moe"))): p for p in points}.values()
+    refused = priced = 0
+    for point in chosen:
+        for path in _paths(point):
+            for missing in (False, True):
+                changed = copy.deepcopy(point)
+                at = changed
+                for key in path[:-1]:
+                    at = at[key]
+                if missing:
+                    del at[path[-1]]
+                else:
+                    at[path[-1]] = None
+                if not rows.scorable(changed):
+                    continue
+                found = published.price(changed)
+                if isinstance(found, str):
+                    refused += 1
+                    assert found
+                else:
+                    priced += 1
+                    assert found[1].step_time_s > 0
+    assert priced > 3 * refused > 0
+
+
+def test_a_file_of_any_rows_is_scored(published, tmp_path, monkeypatch, capsys):
+    points = published.rows.load(BENCHMARKS / "data" / "published_points.jsonl")
+    some = points[::7]
+    lacking = copy.deepcopy(some[0]) | {"parallelism": None}
+    unscorable = copy.deepcopy(some[1])
+    unscorable["target"] |= {"scorable": False, "step_time_s": None}
+    file = tmp_path / "points.jsonl"
+    file.write_text("\n".join(map(json.dumps, [*reversed(some), unscorable, lacking])))
+    monkeypatch.setattr(sys, "argv", ["published.py", "--points", str(file)])
+    published.main()
+    said = capsys.readouterr().out
+    assert f"all            all            {len(some):5d} " in said
+    assert "not priced: its mesh is not stated." in said
+    assert "1 scorable rows lack" in said
+    file.write_text("")
+    published.main()
+    assert capsys.readouterr().out == "no row can be scored\n"

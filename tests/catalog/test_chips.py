@@ -123,6 +123,9 @@ def test_a_price_file_overlays_prices(tmp_path):
         ("[v5p]\nspto = 1\n", "unknown key 'spto'"),
         ("[v5p]\nspot = 0\n", "expected a price above 0"),
         ("[v5p]\nspot = 'cheap'\n", "expected a price above 0"),
+        ("[v5p]\nspot = nan\n", "expected a price above 0"),
+        ("[v5p]\nspot = inf\n", "expected a price above 0"),
+        ("[v5q]\nspot = 1\n", r"\[v5q\] is no chip. Did you mean 'v5p'\?"),
     ],
 )
 def test_a_bad_price_file_is_refused(tmp_path, text, message):

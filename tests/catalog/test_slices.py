@@ -54,6 +54,15 @@ def test_any_other_shape_is_refused_with_shapes_that_can_be_had(name, dims):
     assert len(str(caught.value).splitlines()) == 1
 
 
+@given(st.sampled_from([None, *chips.names()]), st.text("0123456789xX:- v5pelith\u00b2\u0664", max_size=12))
+def test_any_text_is_a_slice_or_refused(name, text):
+    try:
+        found = slices.parse(text, name and chips.load(name))
+    except UserError:
+        return
+    assert found.topology in slices.legal_shapes(found.chip)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

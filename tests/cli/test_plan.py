@@ -1,11 +1,15 @@
 """Total time: about fifteen seconds."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
 import tomllib
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slicewise import cli
 from slicewise.config import load_config, resolve_degrees
@@ -35,6 +39,28 @@ def say(capsys):
         return capsys.readouterr().out
 
     return run
+
+
+@given(
+    text=st.text("0123456789xX:-,_=*>.BDFvph \u00b2\u0664", max_size=16),
+    option=st.sampled_from(["--topology", "--chip", "--slices", "--mesh", "LAYOUT", "--axes", "--precision"]),
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_given_is_answered_or_refused_in_a_sentence(text, option):
+    sharded = list(SHARDED)
+    if option == "LAYOUT":
+        sharded[2] = text or "-"
+    elif option == "--mesh":
+        sharded[7] = text
+    commands = {"LAYOUT": sharded, "--mesh": sharded, "--axes": [*COLLECTIVE.split(), f"--axes={text}"]}
+    command = commands.get(option, [*TRAIN.split(), "--top=1", f"{option}={text}"])
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            code = cli.main(command)
+        except SystemExit as stop:  # argparse
+            code = stop.code
+    assert code in (0, 2), said.getvalue()
+    assert "internal error" not in said.getvalue()
 
 
 def refused(command, *more):
@@ -196,7 +222,6 @@ def test_a_config_is_priced_beside_the_plan(say, tmp_path):
     text = say(f"plan {run} {where}")
     assert "The config: " in text
     assert "The plan would change" in text
-    assert "remat_policy" in text
     crowded = say(f"plan {run} remat_policy=none {where}")
     assert "It does not fit: " in crowded
     found = json.loads(say(f"plan {run} {where} --json"))
@@ -209,7 +234,10 @@ def test_a_config_is_priced_beside_the_plan(say, tmp_path):
 def test_a_config_that_is_the_plan_needs_no_change(say, tmp_path):
     run = tmp_path / "run.toml"
     run.write_text('[model]\nmodel = "demo-1m"\n[data]\nglobal_batch_size = 8\n')
-    assert "The plan would change nothing." in say(f"plan {run} --chip v5e --topology 2x4")
+    assert "The plan would change nothing." in say(f"plan {run} --chip v5e --topology 2x4 --remat minimal")
+    text = say(f"plan {run} --chip v5e --topology 2x4 --scaling")
+    assert "Other numbers of slices" in text
+    assert "no key for it   minimal   minimal_with_context" in text  # a config knows three policies
 
 
 @pytest.mark.parametrize("command", [TRAIN, SERVE, GOODPUT])
@@ -315,6 +343,46 @@ BAD = [
     (COLLECTIVE + " --axes 5", "axis 5: 4x4 has axes 0 to 1"),
     (COLLECTIVE + " --chip-file nowhere.toml", "chip file nowhere.toml: No such file"),
     ("roofline copy 1GB --from 0,9 --to 3,3 --chip v5e --topology 4x4", "chip (0, 9) is not in a 4x4 slice"),
+    (TRAIN.replace("4x4x4", "\u00b2x4x4"), "topology '\u00b2x4x4' is malformed: expected"),
+    (TRAIN.replace("4x4x4", "v5p-" + "9" * 5000), "is not a slice"),
+    (TRAIN.replace("8k", "1e30"), "--seq 1e30: expected at most 2^53"),
+    (
+        TRAIN.replace("v5p", "v5p,v6e"),
+        "--chip v5p,v6e: expected one chip; several compete only in a plan with",
+    ),
+    (TRAIN.replace("v5p", "any"), "--chip any: expected one chip"),
+    (SERVE.replace("v5e", "v5e,v5p"), "--chip v5e,v5p: expected one chip"),
+    (TRAIN.replace("v5p", "v5p,,v6e") + " --tokens 1T --min-cost", "unknown chip ''"),
+    (TRAIN.replace("v5p", "v5p,v6e") + " --tokens 1T --min-cost", "topology '4x4x4' has 3 dims but v6e"),
+    (TRAIN.replace("v5p", "any") + " --topology 4x4x5 --tokens 1T --min-cost", "has no 4x4x5 slice"),
+    (
+        "plan --model llama3-8b --chip v5p,v5e --seq 8k --batch-tokens 4M --tokens 1T --min-cost --precision fp8",
+        "v5e has no fp8 matrix unit",
+    ),
+    (TRAIN + " --max-chips 64", "--max-chips bounds a free search: give a goal"),
+    ("plan run.toml --max-chips 64 --chip v5p --topology 4x4x4", "--max-chips does not go with RUN.toml"),
+    (TRAIN + " remat_policy=full", "remat_policy=full: a key=value changes a RUN.toml, and none is given"),
+    (TRAIN + " --write nowhere/run.toml", "nowhere/run.toml cannot be written: No such file"),
+    (
+        "plan --model deepseek-v3 --chip v5e --seq 4k --batch-tokens 4M --tokens 1T --min-cost --max-chips 8",
+        "no cluster among 7 can train deepseek-v3 with this batch; of the largest: deepseek-v3 does not fit on"
+        " 1 x 2x4 v5e",
+    ),
+    (
+        SERVE.replace("v5e", "v5p") + " --max-chips 2",
+        "v5p has no slice of up to 2 chips; the smallest has 4.",
+    ),
+    (SERVE.replace("--latency-ms 30", "--latency-ms inf"), "latency = inf s: expected a time above 0"),
+    (GOODPUT + " --price 3", "--price needs --training-time"),
+    (GOODPUT + " --training-time 1d --price nan", "price nan: expected a price above 0"),
+    (GOODPUT.replace("30s", "0"), "a checkpoint that costs nothing has no best interval: give the interval."),
+    (COLLECTIVE + " --axes 0,0", "axes 0, 0: expected each axis once"),
+    (COLLECTIVE + " --across-slices", "a collective across slices needs two slices or more"),
+    (
+        "roofline collective all-gather 1GB --chip h100 --topology 8 --axes 0",
+        "the switched network of h100 has no physical axes",
+    ),
+    ([*SHARDED[:7], "X=\u00b2", *SHARDED[8:]], "expected one letter and its ways"),
 ]
 
 

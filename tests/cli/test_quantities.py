@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +61,32 @@ def test_other_text_is_refused_with_examples(read, text):
         read(text, "--option")
 
 
+@given(st.text("0123456789.,_-+eEkKmMgGtTpPbBsdhiny x\u00b2\u0664\n", max_size=12))
+def test_any_text_is_read_or_refused(text):
+    readers = (
+        quantities.size,
+        quantities.whole,
+        quantities.amount,
+        quantities.byte_count,
+        quantities.seconds,
+    )
+    for read in readers:
+        try:
+            value = read(text, "--option")
+        except UserError:
+            continue
+        assert value > 0
+    with contextlib.suppress(UserError):
+        assert all(c >= 0 for c in quantities.coordinates(text, "--option"))
+
+
+def test_numbers_beyond_what_floats_count_are_refused():
+    assert quantities.size("1e15", "--seq") == 10**15
+    for text in ("1e30", "1e16", "1e308"):
+        with pytest.raises(UserError, match=f"--seq {text}: expected at most"):
+            quantities.size(text, "--seq")
+
+
 def test_a_size_must_be_whole():
     with pytest.raises(UserError, match=r"--seq 1\.5: expected a whole number"):
         quantities.size("1.5", "--seq")
@@ -72,5 +100,6 @@ def test_bytes_are_no_billions():
 @given(st.integers(1, 10**9), st.sampled_from(["", "k", "M", "G", "T"]))
 def test_prefixes_multiply(number, prefix):
     power = ["", "k", "M", "G", "T"].index(prefix)
-    assert quantities.size(f"{number}{prefix}", "x") == number * 1024**power
+    if number * 1024**power <= quantities.MOST:
+        assert quantities.size(f"{number}{prefix}", "x") == number * 1024**power
     assert quantities.amount(f"{number}{prefix}", "x") == float(number) * 1000**power

@@ -1,8 +1,10 @@
+import re
+
 import pytest
 
 from slicewise.catalog import model, slices
 from slicewise.costs.shapes import model_shape
-from slicewise.plan.explain import explain
+from slicewise.plan.explain import PARTS, explain, parts
 from slicewise.plan.search import Workload, search
 
 
@@ -31,11 +33,66 @@ def test_rejected_families_say_how_far_behind_and_why(llama):
         assert f"{v.behind:+.1%}" in v.text
 
 
-def test_a_broken_threshold_is_the_reason_where_there_is_one(llama):
-    pipelines = [v for v in llama.rejected if any("pipeline" in axis for axis in v.axes) and v.step_time_s]
-    broken = [v for v in pipelines if v.decided.rule == "pipeline"]
-    assert broken
-    assert "a pipeline of 2 stages with 8 microbatches idles 11%" in broken[0].text
+def test_a_broken_threshold_is_the_reason_where_it_costs_most(llama):
+    tensor = next(v for v in llama.rejected if v.decided.rule == "tensor")
+    assert re.search(
+        r"tensor 16 over ICI needs d_ff > 40.8k .*: exposed tensor, .* s against .*s", tensor.text
+    )
+    pipelines = [
+        v.text for v in llama.rejected if any("pipeline" in axis for axis in v.axes) and v.step_time_s
+    ]
+    idle = "against 0 s: a pipeline of 2 stages with 8 microbatches idles 11%"
+    assert any(f"most by pipeline bubble, 1.74 s {idle}" in text for text in pipelines)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "count", "seq", "batch"),
+    [
+        ("llama3-70b", "v5p:8x8x8", 4, 8192, 2048),
+        ("gpt-oss-120b", "h100-8", 32, 4096, 2048),
+        ("deepseek-v3", "tpu7x:8x8x8", 4, 4096, 8192),
+        ("llama3.1-405b", "v5e:16x16", 4, 8192, 1024),
+        ("demo-tiny", "tpu7x:2x2x1", 1, 256, 64),
+    ],
+)
+def test_a_deciding_threshold_costs_at_least_half_of_what_the_family_loses(name, place, count, seq, batch):
+    workload = Workload(model_shape(model.load(name)), seq, batch)
+    result = search(workload, slices.cluster(place, count))
+    best = result.ranked[0]
+    families = {f.axes: f.best.estimate for f in result.families}
+    for v in explain(result, families=100).rejected:
+        if v.step_time_s is None:
+            continue
+        assert not re.search(r"e-\d", v.text), v.text  # no noise of floats, no seconds that want a unit
+        if v.decided.rule == "trade":
+            continue
+        mine, theirs = parts(families[v.axes]), parts(best.estimate)
+        extra = sum(mine.get(p, 0.0) - theirs.get(p, 0.0) for p in PARTS[v.decided.rule])
+        lost = sum(max(0.0, mine.get(p, 0.0) - theirs.get(p, 0.0)) for p in {*mine, *theirs})
+        assert extra >= lost / 2, v.text
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "count", "seq", "batch"),
+    [("gpt-oss-120b", "h100-8", 32, 4096, 2048), ("llama3.1-405b", "v5e:16x16", 4, 8192, 1024)],
+)
+def test_where_no_replica_fits_a_slice_the_rules_say_so(name, place, count, seq, batch):
+    result = search(Workload(model_shape(model.load(name)), seq, batch), slices.cluster(place, count))
+    found = explain(result)
+    d = result.ranked[0].layout.dcn
+    assert d.fsdp * d.pipeline > 1
+    said = " ".join(found.multislice)
+    assert "No replica fits a slice" in said
+    assert "only when memory asks" not in said
+    assert next(q.text for q in found.winner if q.rule == "dcn fsdp").startswith("FSDP over DCN needs ")
+
+
+def test_the_words_of_a_switched_network_are_its_own():
+    workload = Workload(model_shape(model.load("gpt-oss-120b")), 4096, 2048)
+    found = explain(search(workload, slices.cluster("h100-8", 32)))
+    said = " ".join([*(q.text for q in found.winner), *(v.text for v in found.rejected)])
+    assert "over NVLink" in said
+    assert "ICI" not in said
 
 
 def test_families_that_do_not_fit_say_what_they_lack(llama):

@@ -140,7 +140,9 @@ def test_results_explain_themselves():
     [
         (lambda: goodput.compare([], **RUN), "no offers"),
         (lambda: Offer("spot", 0), "price 0"),
-        (lambda: Offer("spot", 1, -1), "cannot be negative"),
+        (lambda: Offer("spot", 1, -1), "preemptions a day -1: expected 0 or more"),
+        (lambda: Offer("spot", 1, float("nan")), "preemptions a day nan: expected 0 or more"),
+        (lambda: Offer("spot", float("inf")), "price inf"),
         (lambda: goodput.compare([Offer("spot", 1, 1e9)], **RUN | {"interval_s": 3600}), "no time to train"),
         (
             lambda: goodput.offers(chips.load("v6e"), preemptions_per_day=1, wait_s=0),

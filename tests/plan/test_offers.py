@@ -5,8 +5,8 @@ import pytest
 from slicewise.catalog import chips, model
 from slicewise.costs.shapes import model_shape
 from slicewise.errors import UserError
-from slicewise.plan.offers import Goal, clusters_of, free_search
-from slicewise.plan.search import Workload
+from slicewise.plan.offers import Goal, clusters_of, free_search, least_run_s, slice_counts
+from slicewise.plan.search import Workload, search
 
 LLAMA8 = model_shape(model.load("llama3-8b"))
 WORK = Workload(LLAMA8, 8192, 256)
@@ -65,8 +65,31 @@ def test_a_budget_without_prices_asks_for_them():
         free_search(WORK, v6e, Goal(tokens=1e12, budget=1e6))
 
 
-def test_a_model_that_fits_nowhere_is_refused():
+def test_numbers_of_slices_share_the_batch_out_whole():
+    assert slice_counts(1024) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert {3, 6, 12, 24, 48} <= set(slice_counts(768))
+    for n in slice_counts(960):
+        assert any(n % p == 0 and 960 % (n // p) == 0 for p in (1, 2, 4, 8))
+    many = clusters_of(V5P, topology=(2, 2, 1), num_slices=None, max_chips=48, global_batch=96)
+    assert [c.num_slices for c in many] == [1, 2, 3, 4, 6, 8, 12]
+
+
+def test_a_deadline_prices_no_cluster_that_misses_it_at_peak(monkeypatch):
+    everything = {o.candidate.cluster: o for o in free_search(WORK, SMALL, Goal(tokens=1e12))}
+    deadline_s = sorted(o.run_s for o in everything.values())[len(everything) // 2]
+    priced = []
+    monkeypatch.setattr(
+        "slicewise.plan.offers.search", lambda w, c, **more: priced.append(c) or search(w, c, **more)
+    )
+    met = free_search(WORK, SMALL, Goal(tokens=1e12, deadline_s=deadline_s))
+    assert {o.candidate.cluster for o in met} == {c for c, o in everything.items() if o.run_s <= deadline_s}
+    assert len(priced) < len(SMALL)
+    for c, o in everything.items():
+        assert least_run_s(WORK, c, 1e12, ("bf16",)) < o.run_s
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_what_the_largest_lacks():
     large = Workload(model_shape(model.load("llama3.1-405b")), 8192, 256)
     tiny = clusters_of(V5P, topology=(2, 2, 1), num_slices=1, max_chips=4)
-    with pytest.raises(UserError, match="no cluster among 1"):
+    with pytest.raises(UserError, match="no cluster among 1 .* does not fit on 1 x 2x2x1 v5p"):
         free_search(large, tiny, Goal(tokens=1e12))

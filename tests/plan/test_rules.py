@@ -37,6 +37,21 @@ def test_experts_raise_the_dcn_threshold():
     assert rules.dcn_data(v4(2, 1e6, DEEPSEEK)).right == pytest.approx(32 * 176e3, rel=2e-3)
 
 
+def test_fsdp_between_slices_gathers_bf16_weights_and_scatters_float32_gradients():
+    found = rules.dcn_fsdp(v4(2, 120e3))
+    assert found.right == pytest.approx(22e3 * 24 / 4, rel=2e-3)
+    assert "22k FLOP/bit x 24 bits a parameter / 4" in found.text
+    assert not found.holds
+    assert rules.dcn_fsdp(v4(2, 120e3, DEEPSEEK)).right == pytest.approx(32 * found.right)
+
+
+def test_experts_on_a_switch_need_width_and_not_few_ways():
+    s = setting("h100-8", DEEPSEEK, 4096)
+    assert rules.expert(s, 2).right == rules.expert(s, 8).right == pytest.approx(2200)
+    assert rules.expert(s, 8).left == 2048
+    assert not rules.expert(s, 8).holds
+
+
 def test_data_goes_over_dcn_first_fsdp_when_memory_asks_and_pipeline_last():
     assert rules.multislice_order(v4(4, 1e6), replica_fits=True) == ("data",)
     assert rules.multislice_order(v4(4, 1e6), replica_fits=False) == ("fsdp",)

@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slicewise.catalog import model, slices
+from slicewise.catalog import chips, model, slices
+from slicewise.costs.device import device_of
 from slicewise.costs.layout import Recipe
-from slicewise.costs.memory import MARGIN
+from slicewise.costs.memory import MARGIN, device_total, memory_bytes
 from slicewise.costs.remat import POLICIES
 from slicewise.costs.shapes import model_shape
 from slicewise.costs.step import estimate
 from slicewise.errors import UserError
 from slicewise.plan.layouts import ICI_ORDER, combine, dcn_rows, ici_rows, limits_of, placements
-from slicewise.plan.search import Workload, search
+from slicewise.plan.search import SEARCHED_POLICIES, Workload, search
 
 LLAMA8 = model_shape(model.load("llama3-8b"))
 LLAMA70 = model_shape(model.load("llama3-70b"))
@@ -49,7 +50,7 @@ def test_the_first_choice_beats_every_legal_layout():
     """Against pricing each layout of a small cluster one by one."""
     work, cluster = Workload(LLAMA8, 4096, 64), slices.cluster("v5p:2x2x4")
     limits = limits_of(LLAMA8, 4096, 64)
-    ici = ici_rows(LLAMA8, cluster.slice, limits)
+    ici = ici_rows(cluster.slice.devices, limits)
     ids = np.flatnonzero(placements(ici, cluster.slice).legal)
     table = combine(ici[ids], ids, dcn_rows(1, limits, fsdp=False), limits)
     policies = (POLICIES["full"], POLICIES["minimal"])
@@ -61,6 +62,62 @@ def test_the_first_choice_beats_every_legal_layout():
                 best = min(best, e.step_time_s)
     found = search(work, cluster, policies=policies).ranked[0].estimate.step_time_s
     assert found == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "place", "count", "seq", "batch"),
+    [
+        (LLAMA8, "v5e:4x4", 4, 8192, 96),
+        (LLAMA70, "v5p:4x4x8", 1, 8192, 256),
+        (MIXTRAL, "v6e:8x8", 2, 4096, 512),
+        (LLAMA70, "h100-8", 16, 4096, 256),
+    ],
+)
+def test_recipes_left_unpriced_were_never_the_fastest(shape, place, count, seq, batch):
+    """A search of one policy prices it everywhere; a search of all leaves out what another beats."""
+    work, cluster = Workload(shape, seq, batch), slices.cluster(place, count)
+    alone = {}
+    for policy in SEARCHED_POLICIES:
+        try:
+            found = search(work, cluster, policies=(policy,), top=1000, families=False).ranked
+        except UserError:
+            continue
+        for c in found:
+            mesh = (c.layout.ici, c.layout.dcn)
+            alone[mesh] = min(alone.get(mesh, np.inf), c.estimate.step_time_s)
+    together = search(work, cluster, top=50, families=False).ranked
+    for c, seconds in zip(together, sorted(alone.values()), strict=False):
+        assert c.estimate.step_time_s == pytest.approx(seconds, rel=1e-9)
+        assert alone[c.layout.ici, c.layout.dcn] == pytest.approx(seconds, rel=1e-9)
+
+
+def _any_cluster(name):
+    chip = chips.load(name)
+    shapes = [s for s in slices.legal_shapes(chip) if 4 <= np.prod(s) <= 512]
+    return st.builds(
+        slices.Cluster,
+        st.sampled_from(shapes).map(lambda shape: slices.Slice(chip, shape)),
+        st.sampled_from([1, 2, 3, 4, 16]),
+    )
+
+
+@given(
+    name=st.sampled_from(model.names()),
+    cluster=st.sampled_from(chips.names()).flatmap(_any_cluster),
+    seq=st.sampled_from([1000, 2048, 4096, 32768]),
+    batch=st.sampled_from([64, 96, 384, 1024, 3072]),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_recommendation_exceeds_memory_on_any_chip(name, cluster, seq, batch):
+    shape = model_shape(model.load(name))
+    try:
+        result = search(Workload(shape, seq, batch), cluster, families=False)
+    except UserError:
+        return  # nothing legal, or nothing fits
+    for c in result.ranked:
+        alone = memory_bytes(shape, c.layout, c.recipe, seq)
+        assert float(device_total(alone)) <= (1 - MARGIN) * cluster.chip.usable_hbm_bytes_per_device
+        assert float(alone["host"]) <= device_of(cluster.chip).host_memory_bytes
 
 
 def test_the_search_is_deterministic():

@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slicewise.catalog import chips, slices
+from slicewise.catalog import chips, model, slices
 from slicewise.catalog.model import Experts, LatentAttention, ModelSpec
+from slicewise.costs.units import duration, quantity
 from slicewise.errors import UserError
 from slicewise.plan import serving
 from slicewise.plan.serving_point import Quantization, Workload, point, touched_share, weight_bytes
@@ -168,9 +169,26 @@ def test_a_plan_explains_its_bounds():
     assert "tensor ways" not in "\n".join(serving.serve(LLAMA_70B, chips.load("h100"), WORK).explain())
 
 
+def test_the_decode_floor_of_experts_reads_the_weights_that_a_token_touches():
+    plan = serving.serve(model.load("deepseek-v3"), chips.load("tpu7x"), WORK)
+    floor = next(line for line in plan.reasons() if line.startswith("decode floor"))
+    n, stored = plan.best.slice.chips, plan.best.weight_bytes
+    alone = point(plan.model, plan.best.slice, 1, WORK, plan.best.quantization)
+    assert alone.weights_s < 0.2 * stored / (n * 7.4e12)
+    assert f"of the {quantity(stored, 'B')} / ({n} x 7.40 TB/s) = {duration(alone.weights_s)}" in floor
+    assert floor.endswith(f"-> {duration(alone.step_s)}")
+    dense = serving.serve(LLAMA_70B, V5E, WORK).reasons()
+    assert "of the" not in next(line for line in dense if line.startswith("decode floor"))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (
+            lambda: serving.serve(LLAMA_70B, chips.load("v5p"), WORK, max_chips=2),
+            "v5p has no slice of up to 2 chips; the smallest has 4",
+        ),
+        (lambda: Workload(1, 1, latency_s=float("inf")), "latency = inf"),
         (
             lambda: serving.serve(LLAMA_70B, V5E, WORK, max_chips=2),
             "does not fit v5e slices of up to 2 chips",

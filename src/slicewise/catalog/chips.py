@@ -1,6 +1,7 @@
 """Chip: what one accelerator can do, from the catalog or the user's own file; each number has a source."""
 
 import functools
+import math
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -174,7 +175,7 @@ def load(
     where = f"chip {key} in {chip_file}" if key in own else f"chip {key}"
     table = _with_base(key, tables, where)
     chip = _build(key, table, where, default_source=chip_file or "", prefer=prefer)
-    return _priced(chip, price_file) if price_file else chip
+    return _priced(chip, price_file, known) if price_file else chip
 
 
 def _with_base(name: str, tables: Mapping[str, dict[str, Any]], where: str) -> dict[str, Any]:
@@ -233,18 +234,24 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _priced(chip: Chip, price_file: str) -> Chip:
+def _priced(chip: Chip, price_file: str, known: Mapping[str, str]) -> Chip:
     """``chip`` with the prices that ``price_file`` gives it; unchanged where the file does not name it."""
+    tables = _read(price_file, "price file")
+    if strange := next((name for name in tables if name not in known.values()), None):
+        raise UserError(
+            f"price file {price_file}: [{strange}] is no chip.{did_you_mean(strange, known.values())}"
+            f" Known: {', '.join(dict.fromkeys(known.values()))}."
+        )
     fields = {"on_demand": "", "spot": "spot_", "reserved": "reserved_"}
     update: dict[str, Any] = {}
     provenance = list(chip.provenance)
-    for key, value in _read(price_file, "price file").get(chip.name, {}).items():
+    for key, value in tables.get(chip.name, {}).items():
         if key not in fields:
             raise UserError(
                 f"price file {price_file}: [{chip.name}] has an unknown key '{key}';"
                 f" expected {', '.join(fields)}."
             )
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise UserError(
                 f"price file {price_file}: {chip.name}.{key} = {value!r}:"
                 " expected a price above 0 per chip-hour."

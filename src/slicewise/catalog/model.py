@@ -20,7 +20,7 @@ from slicewise.errors import UserError, did_you_mean
 
 
 class Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RopeScaling(Record):

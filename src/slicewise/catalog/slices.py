@@ -135,7 +135,7 @@ def parse(text: str, chip: Chip | None = None) -> Slice:
             raise UserError(f"topology '{text}' needs a chip: write v5p:{text} or name the chip.")
         return _of_shape(chip, text)
     head, dash, tail = text.rpartition("-")
-    if not dash or not tail.isdigit():
+    if not dash or _number(tail) is None:
         raise UserError(
             f"'{text}' is not a slice: expected a type such as v5p-512, or chip:topology such as v5p:8x8x8."
         )
@@ -147,6 +147,11 @@ def cluster(text: str, num_slices: int = 1, chip: Chip | None = None) -> Cluster
     if num_slices < 1:
         raise UserError(f"num_slices = {num_slices}: expected 1 or more.")
     return Cluster(parse(text, chip), num_slices)
+
+
+def _number(text: str) -> int | None:
+    """``text`` as a whole number of at most nine digits, None if it is none."""
+    return int(text) if text.isdecimal() and len(text) <= 9 else None
 
 
 def of_chips(chip: Chip, num_chips: int) -> Slice:
@@ -174,7 +179,7 @@ def _chip_called(name: str, chip: Chip | None, text: str) -> Chip:
 
 def _of_shape(chip: Chip, text: str) -> Slice:
     dims = text.split("x")
-    if not all(d.isdigit() and int(d) > 0 for d in dims):
+    if not all(_number(d) for d in dims):
         raise UserError(f"topology '{text}' is malformed: expected {_example(chip)}.")
     asked = tuple(map(int, dims))
     axes = len(chip.host_shape)

@@ -42,17 +42,40 @@ def takes_html(parser: argparse.ArgumentParser) -> None:
 def chip(arguments: argparse.Namespace, name: str | None = None) -> "Chip":
     from slicewise.catalog import chips
 
+    if name is None and (arguments.chip == "any" or "," in arguments.chip):
+        raise UserError(
+            f"--chip {arguments.chip}: expected one chip; several compete only in a plan with a goal"
+            " (--min-cost, --deadline or --budget)."
+        )
     options = (arguments.chip_file, arguments.price_file, arguments.prefer)
-    return chips.load(name or arguments.chip, *options)
+    return chips.load(arguments.chip if name is None else name, *options)
 
 
-def chip_list(arguments: argparse.Namespace) -> list["Chip"]:
-    """The chips of ``--chip a,b``; 'any' is every TPU of the catalog."""
-    from slicewise.catalog import chips
+def chip_list(arguments: argparse.Namespace, precisions: "Sequence[str]" = ()) -> list["Chip"]:
+    """The chips of ``--chip a,b``; 'any' is every TPU of the catalog that has the topology and computes in
+    ``precisions``. Raises UserError for a named chip that does not."""
+    from slicewise.catalog import chips, slices
 
-    if arguments.chip == "any":
-        return [c for c in (chip(arguments, name) for name in chips.names()) if c.kind == "tpu"]
-    return [chip(arguments, name.strip()) for name in arguments.chip.split(",")]
+    any_ = arguments.chip == "any"
+    found, refused = [], []
+    for name in chips.names() if any_ else arguments.chip.split(","):
+        one = chip(arguments, name.strip())
+        if any_ and one.kind != "tpu":
+            continue
+        try:
+            for precision in precisions:
+                one.peak_flops_per_s(precision)
+            if arguments.topology:
+                slices.parse(arguments.topology, one)
+        except UserError as error:
+            if not any_:
+                raise
+            refused.append(error)
+        else:
+            found.append(one)
+    if not found:
+        raise refused[-1]
+    return found
 
 
 def slice_of(arguments: argparse.Namespace) -> "Slice":

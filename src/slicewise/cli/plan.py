@@ -52,6 +52,8 @@ def register(verbs: Verbs) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    if arguments.config and ("=" in arguments.config and arguments.model):
+        raise UserError(f"{arguments.config}: a key=value changes a RUN.toml, and none is given.")
     if arguments.config:
         _price(arguments)
         return
@@ -103,6 +105,10 @@ def _search(arguments: argparse.Namespace) -> "TrainingPlan":
     tokens = quantities.amount(arguments.tokens, "--tokens") if arguments.tokens else None
     goal, choices = _goal(arguments, tokens), _choices(arguments)
     if goal is None:
+        if arguments.max_chips:
+            raise UserError(
+                "--max-chips bounds a free search: give a goal (--min-cost, --deadline or --budget)."
+            )
         if not arguments.topology:
             raise UserError(
                 "--topology missing: give it with --slices, or a goal (--min-cost, --deadline or --budget)"
@@ -111,8 +117,10 @@ def _search(arguments: argparse.Namespace) -> "TrainingPlan":
         return training.plan_cluster(work, hardware.cluster(arguments), run_tokens=tokens, choices=choices)
     most = quantities.whole(arguments.max_chips or str(training.MAX_CHIPS), "--max-chips")
     count = quantities.whole(arguments.slices, "--slices") if arguments.slices else None
-    chips = hardware.chip_list(arguments)
-    candidates = training.clusters(chips, topology=arguments.topology, num_slices=count, max_chips=most)
+    chips = hardware.chip_list(arguments, choices.precisions)
+    candidates = training.clusters(
+        chips, topology=arguments.topology, num_slices=count, max_chips=most, global_batch=work.global_batch
+    )
     return training.plan_free(work, candidates, goal, choices=choices)
 
 
@@ -148,7 +156,7 @@ def _price(arguments: argparse.Namespace) -> None:
     from slicewise.plan import run_config, training
     from slicewise.report import training as report
 
-    for option in ("model", "seq", "batch_tokens", "min_cost", "deadline", "budget"):
+    for option in ("model", "seq", "batch_tokens", "min_cost", "deadline", "budget", "max_chips"):
         if getattr(arguments, option):
             name = option.replace("_", "-")
             raise UserError(
@@ -169,15 +177,21 @@ def _price(arguments: argparse.Namespace) -> None:
     hardware.show(
         arguments,
         lambda: report.comparison(made, now, changes, scaling=curve),
-        lambda out: _comparison(out, made, now, changes),
+        lambda out: _comparison(out, made, now, changes, curve if arguments.scaling else ()),
         written,
     )
 
 
-def _comparison(out: "Console", made: "TrainingPlan", now: "Candidate", changes: "Sequence[Change]") -> None:
+def _comparison(
+    out: "Console",
+    made: "TrainingPlan",
+    now: "Candidate",
+    changes: "Sequence[Change]",
+    curve: "Sequence[ScalingPoint]",
+) -> None:
     from slicewise.report import training_tables
 
-    training_tables.comparison(out, made, now, changes)
+    training_tables.comparison(out, made, now, changes, curve)
 
 
 def _files(

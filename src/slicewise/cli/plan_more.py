@@ -151,6 +151,13 @@ def _goodput(arguments: argparse.Namespace) -> None:
         seconds("interval"),
     )
     training_s = seconds("training-time")
+    given = [
+        f"--{n}" for n in ("price", "reserved-price", "spot-price") if getattr(arguments, n.replace("-", "_"))
+    ]
+    if given and training_s is None:
+        raise UserError(
+            f"{given[0]} needs --training-time: offers are compared for so much training, as 42d."
+        )
     cluster = hardware.cluster(arguments)
     made = plan_goodput(
         cluster,

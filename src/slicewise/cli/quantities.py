@@ -10,19 +10,20 @@ SECONDS = {
     "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0,
     "y": 365.25 * 86400,
 }  # fmt: skip
+MOST = 2**53  # beyond it floats skip whole numbers
 NUMBER = re.compile(r"([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([a-z]*)")
 
 
 def size(text: str, what: str) -> int:
     """A length, width or batch: 8k is 8192 and 16M is 16,777,216, for they are powers of two by custom.
 
-    Raises UserError unless it is a whole number above 0.
+    Raises UserError unless it is a whole number above 0 (and at most `MOST`).
     """
     return _whole(text, what, 1024, "8192, 8k or 16M (k and M are powers of two here)")
 
 
 def whole(text: str, what: str) -> int:
-    """A count: 4, 1k (= 1000). Raises UserError unless it is a whole number above 0."""
+    """A count: 4, 1k (= 1000). Raises UserError unless it is a whole number above 0 (and at most `MOST`)."""
     return _whole(text, what, 1000, "4 or 2k")
 
 
@@ -57,7 +58,7 @@ def seconds(text: str, what: str, *, zero: bool = False) -> float:
 def coordinates(text: str, what: str) -> tuple[int, ...]:
     """Whole numbers from 0 on, separated by commas: 0,3,1. Raises UserError for anything else."""
     parts = text.replace(" ", "").split(",")
-    if not all(p.isascii() and p.isdigit() for p in parts):
+    if not all(p.isascii() and p.isdigit() and len(p) <= 9 for p in parts):
         raise _wrong(text, what, "numbers such as 0,3,1")
     return tuple(map(int, parts))
 
@@ -66,6 +67,8 @@ def _whole(text: str, what: str, base: int, expected: str) -> int:
     value = _scaled(text, what, base, expected)
     if value != int(value):
         raise _wrong(text, what, f"a whole number such as {expected}")
+    if value > MOST:
+        raise UserError(f"{what} {text}: expected at most 2^53.")
     return int(value)
 
 

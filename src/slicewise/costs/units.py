@@ -15,12 +15,13 @@ def quantity(value: float, unit: str = "") -> str:
 
 def duration(seconds: float) -> str:
     """``seconds`` in the unit that suits: '12.0 us', '3.40 s', '2.10 h', '44.3 days'."""
-    if not math.isfinite(seconds):
-        return f"{seconds} s"
-    for scale, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1.0, "s"), (1e-3, "ms")):
+    if not math.isfinite(seconds) or seconds == 0:
+        return f"{seconds:g} s"
+    for scale, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= 0.9995 * (2 * scale if scale > 1 else scale):
             return f"{_three_digits(seconds / scale)} {unit}"
-    return f"{_three_digits(seconds * 1e6)} us"
+    small = seconds * 1e9
+    return f"{_three_digits(small) if abs(small) >= 0.01 else format(small, '.2g')} ns"
 
 
 def count(value: float) -> str:

@@ -1,11 +1,24 @@
 """Why a plan is what it is: for the winner and for each rejected family the inequality that decided."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slicewise.costs.step import StepEstimate
+from slicewise.costs.units import duration
 from slicewise.plan import rules
 from slicewise.plan.rules import Inequality, Setting
 from slicewise.plan.search import Candidate, Family, SearchResult
+
+NEGLIGIBLE = 1e-4  # of a step: what layouts differ by less does not separate them
+PARTS = {  # of the step that an axis costs, by the rule that judges the axis
+    "fsdp": ("exposed fsdp", "exposed data"),
+    "fsdp+tensor": ("exposed fsdp", "exposed data"),
+    "tensor": ("exposed tensor",),
+    "context": ("exposed context",),
+    "expert": ("exposed expert",),
+    "dcn data": ("exposed dcn data",),
+    "dcn fsdp": ("exposed dcn fsdp",),
+    "pipeline": ("exposed pipeline", "pipeline bubble"),
+}
 
 
 @dataclass(frozen=True)
@@ -63,33 +76,56 @@ def verdict(s: Setting, family: Family, best: Candidate) -> Verdict:
         lack = rules.memory(e.hbm_total_bytes, s, f"{name} at its smallest")
         return Verdict(family.axes, None, None, lack, f"{name}: {lack.text}.")
     behind = e.step_time_s / winner.step_time_s - 1
-    decided = deciding(s, family.best) or trade(family.best, best)
+    decided = deciding(s, family.best, best) or trade(s, family.best, best)
     return Verdict(family.axes, e.step_time_s, behind, decided, f"{name}: {behind:+.1%}; {decided.text}.")
 
 
-def trade(candidate: Candidate, best: Candidate) -> Inequality:
-    """Where no threshold is broken: what the layout loses against the first choice must not exceed what it
-    saves."""
-    mine, theirs = parts(candidate.estimate), parts(best.estimate)
-    change = {k: mine.get(k, 0.0) - theirs.get(k, 0.0) for k in {*mine, *theirs}}
+def trade(s: Setting, candidate: Candidate, best: Candidate) -> Inequality:
+    """What the layout loses against the first choice must not exceed what it saves."""
+    change = _changes(candidate, best)
     lost = sum(v for v in change.values() if v > 0)
     saved = -sum(v for v in change.values() if v < 0)
+    nothing = NEGLIGIBLE * best.estimate.step_time_s
+    if max(lost, saved) <= nothing:
+        return Inequality(
+            "trade", lost, saved, "<=", "every part of the step takes as long; it is no simpler"
+        )
     worst = max(change, key=lambda k: (change[k], k))
+    why = next((f": {q.text}" for q in _broken(s, candidate) if worst in PARTS[q.rule]), "")
+    mine, theirs = (parts(c.estimate).get(worst, 0.0) for c in (candidate, best))
     text = (
-        f"it loses {lost:.3g} s (most by {worst}, {mine[worst]:.3g} s against {theirs.get(worst, 0.0):.3g} s)"
+        f"it loses {duration(lost)} (most by {worst}, {duration(mine)} against {duration(theirs)}{why})"
+        f" and saves {duration(saved) if saved > nothing else 'nothing'}"
     )
-    text += f" and saves {saved:.3g} s"
     if candidate.recipe.remat != best.recipe.remat:
         text += f"; memory leaves it remat {candidate.recipe.remat.name} instead of {best.recipe.remat.name}"
     return Inequality("trade", lost, saved, "<=", text)
 
 
-def deciding(s: Setting, candidate: Candidate) -> Inequality | None:
-    """The broken inequality of the axis with most exposed time, else the first broken one."""
-    exposed = candidate.estimate.exposed_s
-    broken = [q for q in rules.of_layout(s, candidate.layout) if not q.holds]
-    broken.sort(key=lambda q: -exposed.get(q.rule.removesuffix("+tensor"), 0.0))
-    return broken[0] if broken else None
+def deciding(s: Setting, candidate: Candidate, best: Candidate) -> Inequality | None:
+    """The broken inequality of the axis that explains most of what ``candidate`` loses, with its seconds.
+
+    None where no broken one explains half of it: then no single threshold decided.
+    """
+    change = _changes(candidate, best)
+    extra = {q: sum(change.get(name, 0.0) for name in PARTS[q.rule]) for q in _broken(s, candidate)}
+    q = max(extra, key=lambda q: extra[q], default=None)
+    lost = sum(v for v in change.values() if v > 0)
+    if q is None or extra[q] <= max(lost / 2, NEGLIGIBLE * best.estimate.step_time_s):
+        return None
+    mine, theirs = (sum(parts(c.estimate).get(n, 0.0) for n in PARTS[q.rule]) for c in (candidate, best))
+    what = " and ".join(name for name in PARTS[q.rule] if change.get(name))
+    return replace(q, text=f"{q.text}: {what}, {duration(mine)} against {duration(theirs)}")
+
+
+def _broken(s: Setting, candidate: Candidate) -> list[Inequality]:
+    return [q for q in rules.of_layout(s, candidate.layout) if not q.holds]
+
+
+def _changes(candidate: Candidate, best: Candidate) -> dict[str, float]:
+    """Seconds by part that ``candidate`` takes longer than ``best``, in the order of the parts."""
+    mine, theirs = parts(candidate.estimate), parts(best.estimate)
+    return {k: mine.get(k, 0.0) - theirs.get(k, 0.0) for k in dict.fromkeys((*mine, *theirs))}
 
 
 def parts(e: StepEstimate) -> dict[str, float]:
@@ -103,7 +139,7 @@ def multislice(s: Setting, result: SearchResult) -> tuple[str, ...]:
     if n == 1:
         return ()
     data = rules.dcn_data(s)
-    replica = any(f.fitting for f in result.families if "dcn fsdp" not in f.axes)
+    replica = any(f.fitting for f in result.families if not {"dcn fsdp", "dcn pipeline"} & {*f.axes})
     order = rules.multislice_order(s, replica)
     lines = [f"{data.text}: {'enough' if data.holds else 'not enough'}."]
     if replica:
@@ -111,7 +147,7 @@ def multislice(s: Setting, result: SearchResult) -> tuple[str, ...]:
             "A replica a slice fits, so weights are not sharded over DCN (FSDP there only when memory asks)."
         )
     else:
-        lines.append("No replica fits a slice, so weights are sharded over DCN.")
+        lines.append("No replica fits a slice, so weights are sharded over DCN, or its layers are.")
     depths = rules.dcn_pipeline_depths(n, s.shape.layer_count)
     tried = (
         ", ".join(f"{p} stages x {r} replicas" for p, r in depths) or "none divides the layers and the slices"
@@ -126,8 +162,8 @@ def _winner_text(best: Candidate) -> str:
     exposed = sum(e.exposed_s.values())
     hidden = sum(e.communication_s.values()) - exposed
     return (
-        f"{name}: {e.step_time_s:.3g} s a step, {e.mfu:.1%} of peak; largest part {e.decided_by};"
-        f" {hidden:.3g} s of communication runs behind compute and {exposed:.3g} s does not."
+        f"{name}: {duration(e.step_time_s)} a step, {e.mfu:.1%} of peak; largest part {e.decided_by};"
+        f" {duration(hidden)} of communication runs behind compute and {duration(exposed)} does not."
     )
 
 

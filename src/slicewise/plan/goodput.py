@@ -132,9 +132,9 @@ def expected(
     best = optimal_interval_s(checkpoint_s, mtbf_s)
     chosen = best if interval_s is None else interval_s
     if not chosen > 0:
-        free = "give one, for a checkpoint that costs nothing has no best interval"
-        reason = free if interval_s is None else "expected a time above 0"
-        raise UserError(f"interval_s = {chosen}: {reason}.")
+        if interval_s is None:
+            raise UserError("a checkpoint that costs nothing has no best interval: give the interval.")
+        raise UserError(f"interval_s = {chosen}: expected a time above 0.")
     if math.isinf(mtbf_s):
         share = 1.0 if math.isinf(chosen) else chosen / (chosen + checkpoint_s)
         return Goodput(chosen, checkpoint_s, restart_s, mtbf_s, share, 1 - share, 0.0, 0.0)
@@ -166,12 +166,16 @@ class Offer:
     wait_s: float = 0.0  # from a preemption until chips are there again; nothing is paid meanwhile
 
     def __post_init__(self) -> None:
-        if not self.price_per_chip_hour > 0:
+        if not 0 < self.price_per_chip_hour < math.inf:
             raise UserError(
                 f"{self.name}: price {self.price_per_chip_hour}: expected a price above 0 per chip-hour."
             )
-        if self.preemptions_per_day < 0 or self.wait_s < 0:
-            raise UserError(f"{self.name}: preemptions a day and waiting time cannot be negative.")
+        for what, value in (
+            ("preemptions a day", self.preemptions_per_day),
+            ("wait in seconds", self.wait_s),
+        ):
+            if not 0 <= value < math.inf:
+                raise UserError(f"{self.name}: {what} {value}: expected 0 or more.")
 
 
 def offers(chip: Chip, *, preemptions_per_day: float, wait_s: float) -> tuple[Offer, ...]:

@@ -50,6 +50,7 @@ def limits_of(shape: ModelShape, seq: int, global_batch: int) -> Limits:
     return Limits(int(heads), tuple(sorted(widths)), experts, shape.layer_count, seq, global_batch)
 
 
+@functools.cache
 def divisors(n: int) -> tuple[int, ...]:
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return tuple(sorted({*small, *(n // d for d in small)}))
@@ -120,9 +121,10 @@ class Table:
         )
 
 
-def ici_rows(shape: ModelShape, slice_: Slice, limits: Limits) -> np.ndarray:
-    """Degrees [n, 6] of every way to split a slice."""
-    rows = list(factorisations(slice_.devices, ICI_ORDER, limits))
+@functools.lru_cache(maxsize=64)
+def ici_rows(devices: int, limits: Limits) -> np.ndarray:
+    """Degrees [n, 6] of every way to split a slice of ``devices``."""
+    rows = list(factorisations(devices, ICI_ORDER, limits))
     return np.array(rows, dtype=np.int64).reshape(-1, len(ICI_ORDER))
 
 
@@ -177,6 +179,13 @@ class Placements:
             for values in (self.links, self.hops, self.joins)
         ]
         return Network(device, *columns)
+
+
+@functools.lru_cache(maxsize=64)
+def placed_rows(slice_: Slice, limits: Limits) -> tuple[np.ndarray, Placements]:
+    """The rows of a slice and where each lands: a free search asks again for every number of slices."""
+    ici = ici_rows(slice_.devices, limits)
+    return ici, placements(ici, slice_)
 
 
 def placements(ici: np.ndarray, slice_: Slice) -> Placements:

@@ -65,7 +65,7 @@ def model(
     decode = roofline.critical_batch(peak, chip.hbm_bytes_per_s, **sparsity)
     share = flops.attention / flops.total
     least = math.ceil(transformer.min_chips(state, chip.usable_hbm_bytes))
-    dense = "" if not spec.experts else f" x E/k = {sparsity['experts']}/{sparsity['experts_per_token']}"
+    dense = "" if not spec.experts else f" x E/k ({sparsity['experts']}/{sparsity['experts_per_token']})"
     mixed_line = [] if mixed is None else [_mixed_line(outer, dense, mixed)]
     lines = (
         f"{spec.name} on {chip.name}, {count(context)} tokens of context",

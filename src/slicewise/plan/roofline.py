@@ -159,13 +159,20 @@ def collective(
         raise UserError(f"unknown collective '{op}'.{did_you_mean(op, collectives.OPS)} Known: {known}.")
     require_positive(bytes=bytes_, sharded_ways=sharded_ways)
     seen = bytes_ / sharded_ways
+    here = cluster.slice
+    if axes is not None and (across_slices or cluster.chip.levels):
+        what = "a collective across slices" if across_slices else f"the switched network of {here.chip.name}"
+        raise UserError(f"axes {', '.join(map(str, axes))}: {what} has no physical axes; leave them out.")
     if across_slices:
+        if cluster.num_slices < 2:
+            raise UserError("a collective across slices needs two slices or more; give their number.")
         return _across_slices(op, seen, cluster)
     if cluster.chip.levels:
         return _switched(op, seen, cluster)
-    here = cluster.slice
     if axes is not None and (bad := [a for a in axes if not 0 <= a < len(here.topology)]):
         raise UserError(f"axis {bad[0]}: {here.name} has axes 0 to {len(here.topology) - 1}.")
+    if axes is not None and len(set(axes)) < len(axes):
+        raise UserError(f"axes {', '.join(map(str, axes))}: expected each axis once.")
     done = collectives.collective(
         op, seen, collectives.axes_of(here, axes), here.chip.ici_link_bytes_per_s, hop_s=here.chip.hop_s
     )

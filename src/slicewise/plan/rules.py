@@ -11,6 +11,7 @@ from slicewise.costs.layout import Layout
 from slicewise.costs.memory import MARGIN
 from slicewise.costs.shapes import ModelShape
 
+WEIGHT_BITS = 16  # as they are gathered
 DCN_GRADIENT_BITS = 32  # Multislice reduces float32 gradients
 MULTISLICE_MARGIN = 2.0  # what the Multislice overview advises over the threshold
 PIPELINE_DEPTHS = (2, 4, 8)
@@ -57,6 +58,11 @@ class Setting:
         return parallelism.alpha(chip.bf16_flops_per_s, rate)
 
     @property
+    def switched(self) -> bool:
+        """Whether a slice is a domain of NVLink and not a torus."""
+        return not self.cluster.chip.ici_dims
+
+    @property
     def sparsity(self) -> float:
         """Experts over experts a token uses, 1 for a dense model."""
         return max((layer.experts / layer.active for layer in self.shape.layers if layer.active), default=1.0)
@@ -84,25 +90,33 @@ def number(value: float) -> str:
     return f"{value / 1e6:.3g}M"
 
 
+def binary(bytes_: float) -> str:
+    """Such as 63.2 GiB, or 7.9 MiB."""
+    return f"{bytes_ / 2**30:.1f} GiB" if bytes_ >= 2**30 / 20 else f"{bytes_ / 2**20:.2g} MiB"
+
+
 def fsdp(s: Setting) -> Inequality:
     """FSDP over all axes of a slice is compute bound from alpha / M_X tokens a chip, times E / k for
     experts."""
     need = parallelism.min_tokens_per_chip(s.alpha, s.axes) * s.sparsity
     factor = f" x E/k {s.sparsity:g}" if s.sparsity > 1 else ""
+    over = "NVLink" if s.switched else f"{s.axes} ICI {'axis' if s.axes == 1 else 'axes'}"
+    share = "" if s.switched else f" / {s.axes}"
     return Inequality(
         "fsdp", s.tokens_per_chip, need, ">=",
-        f"FSDP over {s.axes} ICI axes needs {number(need)} tokens a chip"
-        f" (alpha {number(s.alpha)} / {s.axes}{factor}); you have {number(s.tokens_per_chip)}",
+        f"FSDP over {over} needs {number(need)} tokens a chip"
+        f" (alpha {number(s.alpha)}{share}{factor}); you have {number(s.tokens_per_chip)}",
     )  # fmt: skip
 
 
 def tensor(s: Setting, ways: int, axes: int = 1) -> Inequality:
     """Tensor parallelism over one axis is compute bound up to F / alpha ways."""
     need = parallelism.min_d_ff(ways, s.alpha, axes)
+    over, share = ("NVLink", "") if s.switched else ("ICI", f" / {axes} axis")
     return Inequality(
         "tensor", s.d_ff, need, ">=",
-        f"tensor {ways} over ICI needs d_ff > {number(need)}"
-        f" (alpha {number(s.alpha)} x {ways} / {axes} axis); the model has {number(s.d_ff)}",
+        f"tensor {ways} over {over} needs d_ff > {number(need)}"
+        f" (alpha {number(s.alpha)} x {ways}{share}); the model has {number(s.d_ff)}",
     )  # fmt: skip
 
 
@@ -131,11 +145,27 @@ def dcn_data(s: Setting) -> Inequality:
         per_bit, num_slices=n, gradient_bits=DCN_GRADIENT_BITS, margin=MULTISLICE_MARGIN
     )
     bits = 2 * DCN_GRADIENT_BITS * (n - 1) / n
+    factor = f" x E/k {s.sparsity:g}" if s.sparsity > 1 else ""
     return Inequality(
         "dcn data", s.tokens_per_slice, need, ">=",
         f"data parallelism over DCN needs {number(need)} tokens a slice ({number(per_bit)} FLOP/bit"
-        f" x {bits:.0f} bits a parameter / 4; {number(advised * s.sparsity)} advised);"
+        f" x {bits:.0f} bits a parameter / 4{factor}; {number(advised * s.sparsity)} advised);"
         f" you have {number(s.tokens_per_slice)}",
+    )  # fmt: skip
+
+
+def dcn_fsdp(s: Setting) -> Inequality:
+    """FSDP between slices, in the backward pass: bf16 weights are gathered and float32 gradients scattered,
+    48 bits a parameter for many slices, against 4 FLOPs per parameter and token."""
+    chip, n = s.cluster.chip, s.cluster.num_slices
+    per_bit = chip.bf16_flops_per_s / (8 * chip.dcn_bytes_per_s)
+    bits = (WEIGHT_BITS + DCN_GRADIENT_BITS) * (n - 1) / n
+    need = per_bit * bits / 4 * s.sparsity
+    factor = f" x E/k {s.sparsity:g}" if s.sparsity > 1 else ""
+    return Inequality(
+        "dcn fsdp", s.tokens_per_slice, need, ">=",
+        f"FSDP over DCN needs {number(need)} tokens a slice ({number(per_bit)} FLOP/bit x {bits:.0f} bits a"
+        f" parameter / 4{factor}); you have {number(s.tokens_per_slice)}",
     )  # fmt: skip
 
 
@@ -144,16 +174,22 @@ def memory(need_bytes: float, s: Setting, what: str) -> Inequality:
     have = (1 - MARGIN) * s.device.hbm_bytes
     return Inequality(
         "memory", need_bytes, have, "<=",
-        f"{what} needs {need_bytes / 2**30:.1f} GiB a device; {have / 2**30:.1f} GiB can be used"
+        f"{what} needs {binary(need_bytes)} a device; {binary(have)} can be used"
         f" ({MARGIN:.0%} kept free)",
     )  # fmt: skip
 
 
 def expert(s: Setting, ways: int) -> Inequality:
     """Experts over one ring are compute bound up to 4 F / alpha ways (two all-to-alls of the chosen
-    tokens)."""
+    tokens); over a switch for any number of ways if F > alpha."""
     routed = [m.d_in for layer in s.shape.layers for m in layer.matmuls if m.name == "moe_mlpwo"]
     width = max(routed, default=0)
+    if s.switched:
+        return Inequality(
+            "expert", width, s.alpha, ">=",
+            f"expert {ways} over NVLink needs an expert's d_ff > alpha {number(s.alpha)};"
+            f" the model has {number(width)}",
+        )  # fmt: skip
     most = parallelism.max_expert_ways(width, s.alpha)
     return Inequality(
         "expert", ways, most, "<=",
@@ -169,7 +205,8 @@ def context(s: Setting, ways: int) -> Inequality:
     return Inequality(
         "context", intensity, s.alpha, ">=",
         f"context {ways} gives attention {number(intensity)} FLOP per byte of gathered keys and values (seq"
-        f" {number(s.seq)} x {a.heads} / ({a.kv_heads} x {ways})); one ICI axis needs {number(s.alpha)}",
+        f" {number(s.seq)} x {a.heads} / ({a.kv_heads} x {ways}));"
+        f" {'NVLink' if s.switched else 'one ICI axis'} needs {number(s.alpha)}",
     )  # fmt: skip
 
 
@@ -216,6 +253,8 @@ def of_layout(s: Setting, layout: Layout) -> tuple[Inequality, ...]:
         found.append(expert(s, i.expert))
     if d.data > 1:
         found.append(dcn_data(s))
+    if d.fsdp > 1:
+        found.append(dcn_fsdp(s))
     stages = layout.total("pipeline")
     if stages > 1:
         found.append(pipeline(s, stages, layout.pipeline_microbatches))

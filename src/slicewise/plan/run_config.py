@@ -83,7 +83,8 @@ def config_values(
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that the plan does otherwise than the config. ``key`` is None where no key can ask for it."""
+    """One thing that the plan does otherwise than the config. ``key`` is None where no key, or no value of it, can ask
+    for it."""
 
     what: str
     key: str | None
@@ -102,7 +103,9 @@ def changes(now: Candidate, then: Candidate) -> tuple[Change, ...]:
     a, b = now.layout, then.layout
     found.append(("accumulation steps", "", a.accumulation_steps, b.accumulation_steps))
     found.append(("pipeline microbatches", "", a.pipeline_microbatches, b.pipeline_microbatches))
-    found.append(("remat policy", "remat_policy", now.recipe.remat.name, then.recipe.remat.name))
+    policy = then.recipe.remat.name
+    key = "remat_policy" if policy in typing.get_args(Model.model_fields["remat_policy"].annotation) else ""
+    found.append(("remat policy", key, now.recipe.remat.name, policy))
     found.append(("precision", "", now.recipe.precision, then.recipe.precision))
     return tuple(
         Change(what, key if key in SECTION_OF else None, str(old), str(new))

@@ -22,10 +22,9 @@ from slicewise.plan.layouts import (
     Table,
     combine,
     dcn_rows,
-    ici_rows,
     joined,
     limits_of,
-    placements,
+    placed_rows,
 )
 
 OFFLOAD_INPUT = {"decoder_layer_input": "offload"}
@@ -136,8 +135,7 @@ def search(
     _check(workload, cluster, precisions)
     device = device_of(cluster.chip)
     limits = limits_of(workload.shape, workload.seq, workload.global_batch)
-    ici = ici_rows(workload.shape, cluster.slice, limits)
-    places = placements(ici, cluster.slice)
+    ici, places = placed_rows(cluster.slice, limits)
     recipes = [replace(recipe, remat=r, precision=p) for p in precisions for r in policies]  # type: ignore[arg-type]
     ids = np.flatnonzero(places.legal)
     table = combine(ici[ids], ids, dcn_rows(cluster.num_slices, limits, fsdp=False), limits)
@@ -152,7 +150,10 @@ def search(
         table = joined(table, more)
     if not len(table):
         raise UserError(no_layout(workload, cluster))
-    scans = [scan(workload, device, table, places, r, *f) for r, f in zip(recipes, fits, strict=True)]
+    scans = [
+        scan(workload, device, table, places, r, ok, bytes_, beaten)
+        for r, (ok, bytes_), beaten in zip(recipes, fits, _beaten(recipes, fits), strict=True)
+    ]
     ranked = tuple(_candidate(workload, cluster, s, k) for s, k in _fastest(scans, top))
     if not ranked:
         raise UserError(nothing_fits(workload, cluster, scans, device, margin))
@@ -201,14 +202,15 @@ def scan(
     recipe: Recipe,
     fits: np.ndarray,
     bytes_: np.ndarray,
+    beaten: np.ndarray,
 ) -> Scan:
-    """The time of every layout of ``table`` that fits and is not beaten by its twin.
+    """The time of every layout of ``table`` that fits, and is not ``beaten`` by another recipe or by its twin.
 
     Accumulating over more microbatches saves memory and never time (each gathers the weights again), so of
     layouts that differ only in that the one with the fewest that fits is priced. Pipelines are priced for
     all.
     """
-    which = np.flatnonzero(fits & _fewest_microbatches(table, fits))
+    which = np.flatnonzero(fits & ~beaten & _fewest_microbatches(table, fits))
     seconds = np.full(len(table), np.inf)
     if len(which):
         few = table.take(which)
@@ -216,6 +218,28 @@ def scan(
         costs = price(workload.shape, device, few.layout(workload.global_batch), net, recipe, workload.seq)
         seconds[which] = costs.total_s
     return Scan(recipe, table, seconds, bytes_)
+
+
+def _beaten(recipes: Sequence[Recipe], fits: Sequence[Fit]) -> list[np.ndarray]:
+    """For each recipe: the layouts for which another that fits keeps all it keeps, and on the device.
+
+    Keeping more means less to recompute and less to send, so such a recipe is never slower. The first recipe
+    is always priced: it wins ties.
+    """
+    found = []
+    for k, one in enumerate(recipes):
+        better = [
+            ok
+            for other, (ok, _) in zip(recipes, fits, strict=True)
+            if k and other.precision == one.precision and _keeps_more(other.remat, one.remat)
+        ]
+        found.append(np.logical_or.reduce(better) if better else np.zeros_like(fits[k][0]))
+    return found
+
+
+def _keeps_more(a: RematPolicy, b: RematPolicy) -> bool:
+    kept = b.saved | b.offloaded
+    return not a.offloaded and a.saved >= kept and (a.saved > kept or bool(b.offloaded))
 
 
 def _fewest_microbatches(table: Table, fits: np.ndarray) -> np.ndarray:

@@ -115,6 +115,9 @@ def serve(
         )
     options = {"prefill_utilization": prefill_utilization}
     sizes = replica_sizes(chip, max_chips) if replicas is None else replicas
+    if not sizes:
+        smallest = min(math.prod(s) for s in legal_shapes(chip))
+        raise UserError(f"{chip.name} has no slice of up to {max_chips} chips; the smallest has {smallest}.")
     allowed = f"of up to {max_chips} chips" if replicas is None else f"of {', '.join(s.name for s in sizes)}"
     points, rejected = [], []
     for quantization in quantizations:
@@ -162,10 +165,10 @@ def _reasons(plan: Plan) -> list[str]:
         f" {_say(best)}, {best.quantization.name}",
         f"memory: weights {quantity(best.weight_bytes, 'B')} leave {quantity(free, 'B')} for caches of"
         f" {quantity(best.cache_bytes, 'B')}: batch <= {best.max_batch}",
-        f"decode floor, batch 1: weights {quantity(best.weight_bytes, 'B')} / ({n} x {hbm}) ="
-        f" {duration(best.weight_bytes / (n * chip.hbm_bytes_per_s))}, network {duration(alone.network_s)}"
+        f"decode floor, batch 1: cache {duration(alone.cache_s)} + max({_touched(alone)} / ({n} x {hbm}) ="
+        f" {duration(alone.weights_s)}, math {duration(alone.math_s)}), network {duration(alone.network_s)}"
         f" -> {duration(alone.step_s)}",
-        f"decode, batch {best.batch}: caches {duration(best.cache_s)} + max(weights"
+        f"decode, batch {best.batch}: caches {duration(best.cache_s)} + max({_touched(best)} in"
         f" {duration(best.weights_s)}, math {duration(best.math_s)}), network {duration(best.network_s)}"
         f" -> {duration(best.step_s)}, {best.bound} bound",
         f"matrices are compute bound from batch {count(_critical_batch(plan))}",
@@ -178,6 +181,13 @@ def _reasons(plan: Plan) -> list[str]:
         *_limits(plan),
     ]
     return lines + [f"not possible: {reason}" for reason in plan.rejected]
+
+
+def _touched(p: Point) -> str:
+    """The weights that one step of a batch reads: of a mixture of experts, not all."""
+    touched = p.weights_s * p.slice.chips * p.slice.chip.hbm_bytes_per_s
+    part = f" of the {quantity(p.weight_bytes, 'B')}" if touched < 0.99 * p.weight_bytes else ""
+    return f"weights {quantity(touched, 'B')}{part}"
 
 
 def _say(p: Point) -> str:

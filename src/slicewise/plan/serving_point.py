@@ -5,6 +5,7 @@ utilization. A replica is one slice with weights split over all its chips; throu
 replicas. Source: How to Scale Your Model, chapters "inference" and "applied inference".
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,7 +34,7 @@ class Workload:
         for name in ("prompt", "output"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} = {getattr(self, name)}: expected 1 token or more.")
-        if self.latency_s is not None and not self.latency_s > 0:
+        if self.latency_s is not None and not 0 < self.latency_s < math.inf:
             raise UserError(f"latency = {self.latency_s} s: expected a time above 0.")
 
     @property

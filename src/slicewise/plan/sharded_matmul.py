@@ -58,7 +58,8 @@ def parse_mesh(text: str, slice_: Slice) -> dict[str, tuple[Axis, ...]]:
     mesh: dict[str, tuple[Axis, ...]] = {}
     for part in text.replace(" ", "").split(","):
         name, _, ways = part.partition("=")
-        if not (len(name) == 1 and name.isalpha() and ways.isdigit() and int(ways) > 0) or name in mesh:
+        counted = ways.isdecimal() and len(ways) <= 9 and int(ways) > 0
+        if not (len(name) == 1 and name.isalpha() and counted) or name in mesh:
             raise UserError(
                 f"'{part}' in mesh '{text}': expected one letter and its ways, each once, as X=16,Y=4."
             )

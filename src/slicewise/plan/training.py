@@ -93,14 +93,21 @@ def plan_beside(
 
 
 def clusters(
-    chips: Sequence[Chip], *, topology: str | None, num_slices: int | None, max_chips: int = MAX_CHIPS
+    chips: Sequence[Chip],
+    *,
+    topology: str | None,
+    num_slices: int | None,
+    max_chips: int = MAX_CHIPS,
+    global_batch: int | None = None,
 ) -> list[Cluster]:
     """Every cluster of ``chips`` that the user leaves open. Raises UserError for an illegal topology or a
     bound that leaves none."""
     found = []
     for chip in chips:
         shape = slices.parse(topology, chip).topology if topology else None
-        found += clusters_of(chip, topology=shape, num_slices=num_slices, max_chips=max_chips)
+        found += clusters_of(
+            chip, topology=shape, num_slices=num_slices, max_chips=max_chips, global_batch=global_batch
+        )
     if not found:
         raise UserError(f"no slice shape within {max_chips} chips; allow more with --max-chips.")
     return found

@@ -39,8 +39,11 @@ def write_config(path: str, values: Mapping[str, Value], *, note: str = "", crea
 
 
 def _replace(path: Path, text: str) -> None:
-    """All of the file or nothing."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """All of the file or nothing. Raises UserError when its folder cannot take a file."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as e:
+        raise UserError(f"config file {path} cannot be written: {e.strerror}.") from e
     try:
         with os.fdopen(handle, "w") as file:
             file.write(text)

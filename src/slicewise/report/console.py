@@ -11,8 +11,8 @@ PIPE_WIDTH = 140
 
 def console() -> Console:
     if sys.stdout.isatty():
-        return Console(highlight=False)
-    return Console(highlight=False, width=PIPE_WIDTH, color_system=None)
+        return Console(highlight=False, emoji=False)
+    return Console(highlight=False, emoji=False, width=PIPE_WIDTH, color_system=None)
 
 
 def say(out: Console, line: str, style: str = "") -> None:

@@ -42,7 +42,8 @@ def heading(out: Console, r: SearchResult) -> None:
     say(
         out,
         f"{w.shape.name} on {training.place(c)} ({count(c.chips)} chips),"
-        f" {count(w.tokens)} tokens a step in {count(w.global_batch)} sequences of {count(w.seq)}",
+        f" {count(w.tokens)} tokens a step in {count(w.global_batch)}"
+        f" sequence{'' if w.global_batch == 1 else 's'} of {count(w.seq)}",
         "bold",
     )
     say(
@@ -164,7 +165,13 @@ def offers(out: Console, made: TrainingPlan, shown: int) -> None:
     say(out, "")
 
 
-def comparison(out: Console, made: TrainingPlan, now: Candidate, changes: "Sequence[Change]") -> None:
+def comparison(
+    out: Console,
+    made: TrainingPlan,
+    now: Candidate,
+    changes: "Sequence[Change]",
+    curve: Sequence[ScalingPoint] = (),
+) -> None:
     """What a config asks for, and what the plan would change."""
     heading(out, made.result)
     best, e = made.best, now.estimate
@@ -184,6 +191,9 @@ def comparison(out: Console, made: TrainingPlan, now: Candidate, changes: "Seque
     say(out, "")
     out.print(details([now, best], ["config", "plan"]))
     say(out, "")
+    if curve:
+        scaling(out, curve)
+        say(out, "")
     if not changes:
         say(out, "The plan would change nothing.")
         return

@@ -51,6 +51,8 @@ def evaluate(path: str, data: str | None, overrides: list[str], *, batches: int 
     runtime.start()
     trained = open_trained(path, overrides)
     split = "train" if data is not None else "held_out"
+    if trained.config.data.dataset == "synthetic":
+        raise UserError(f"{path} was trained on synthetic tokens, which hold no text to score; give --data.")
     documents = TokenizedDocuments(trained.config, split, trained.step.spec.vocab)
     with jax.set_mesh(trained.mesh):
         loss, tokens = _score(trained, itertools.islice(_batches(trained.config, documents), batches))

@@ -30,6 +30,10 @@ _TIMEOUT_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds",
 )
 
+# Of the pool in which XLA runs a CPU device (its size is $NPROC). A collective holds a thread until its peers come,
+# collectives of different groups of devices run in any order, and a pool full of waiting ones never moves again.
+THREADS_PER_DEVICE = 8
+
 
 @dataclass(frozen=True)
 class ClusterShape:
@@ -79,6 +83,7 @@ def child_environment(
         "SLICEWISE_NUM_SLICES": str(shape.slices),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags(base.get("XLA_FLAGS", ""), shape.devices_per_host),
+        "NPROC": str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * shape.devices_per_host)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
     }
