@@ -113,3 +113,13 @@ def test_what_does_not_divide_is_refused_before_compiling(overrides):
     config = load_config(None, [*TINY, *overrides]).config
     with pytest.raises(UserError, match="does not divide|is not a multiple"):
         build_train_step(config, build_mesh(config, devices(8)))
+
+
+def test_sequences_longer_than_the_learned_positions_are_refused():
+    config = load_config(
+        None, [*TINY, "model=gpt3-175b", "sequence_length=4096", "global_batch_size=1"]
+    ).config
+    with pytest.raises(
+        UserError, match="sequence_length = 4096 exceeds the 2048 learned positions of gpt3-175b"
+    ):
+        build_train_step(config, build_mesh(config, devices(1)))

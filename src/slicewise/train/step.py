@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
+from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.kernels.attention.api import Tokens
 from slicewise.model import transformer
@@ -48,6 +49,11 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     """Raises UserError when the model, batch and mesh do not fit each other; compiles nothing."""
     spec = load_spec(config.model.model)
     rules.check(spec, config.data.global_batch_size, dict(mesh.shape))
+    if spec.position == "learned" and config.data.sequence_length > spec.max_context:
+        raise UserError(
+            f"sequence_length = {config.data.sequence_length} exceeds the {spec.max_context} learned positions of"
+            f" {spec.name}; lower it."
+        )
     dtype = jnp.dtype(config.model.compute_dtype)
     tx, learning_rate = optimizer(config), schedule(config)
 
