@@ -48,7 +48,7 @@ def _fail(error: Exception, debug: bool) -> int:
 
     if not emit({"event": "error", "code": int(code), "message": message}):
         print(f"slicewise: {message}", file=sys.stderr)
-    if "SLICEWISE_PROCESS_ID" in os.environ or "jax" in sys.modules:
+    if (jax := sys.modules.get("jax")) and jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
