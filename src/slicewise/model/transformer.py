@@ -77,7 +77,7 @@ class Params:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of the tokens so far, slot = position; filled is the number of slots in use by each row."""
+    """Keys and values of the tokens so far; a token stands at the slot of its position."""
 
     k_LBSKH: Any
     v_LBSKH: Any
@@ -195,7 +195,7 @@ def forward(
     remat_policy: str = "minimal",
     cache: Cache | None = None,
 ) -> tuple[jax.Array, Cache | None]:
-    """Logits [B, T, V padded] of the next token in ``dtype``; entries at or above spec.vocab are -inf-like.
+    """Logits [B, T, V padded] of the next token in ``dtype``; entries at or above spec.vocab are -1e30.
 
     With ``cache`` the tokens are appended to it at slots ``where.positions_BT`` and attend to all that it holds; the
     new cache is returned.
