@@ -101,15 +101,16 @@ class _Run:
             self._say(f"checkpoint {self.config.directory}/checkpoints/{max(steps, self.start)}")
 
     def _train(self) -> TrainState:
-        """Steps ``start`` + 1 to the last. Compiling and opening the data go on side by side."""
+        """Steps ``start`` + 1 to the last. Compiling, opening the data and opening the logs go on side by side."""
         config = self.config
         state, data_state = None, None
         if self.start:
             self.report({"event": "phase", "name": "restore"})
             state, data_state = self._restore()  # before compiling: a checkpoint may be refused
-        with ThreadPoolExecutor(2) as background:
+        with ThreadPoolExecutor(3) as background:
             loading = background.submit(self._open_loader, data_state)
             initialising = None if state else background.submit(self._compile_init)
+            writing = background.submit(self._open_writer) if self.is_first else None
             self.report({"event": "phase", "name": "compile"})
             update = self.step.update.lower(self.step.abstract_state, self.step.abstract_batch).compile()
             loader = loading.result()
@@ -117,12 +118,9 @@ class _Run:
             cluster.wait_for_all("compiled")
             if initialising:
                 state = initialising.result()()
+            writer = writing.result() if writing else None
         assert state is not None
-        writer = None
-        if self.is_first:
-            writer = MetricWriter(
-                config.local_directory, from_step=self.start, tensorboard=config.metrics.tensorboard
-            )
+        if writer:
             self.stack.callback(writer.close)
         meter = _Meter(self.config, self.step, self.report, writer)
         self._say(self._describe())
@@ -147,6 +145,12 @@ class _Run:
     def _compile_init(self) -> jax.stages.Compiled:
         with jax.set_mesh(self.step.mesh):  # which belongs to a thread
             return self.step.init.lower().compile()
+
+    def _open_writer(self) -> MetricWriter:
+        metrics = self.config.metrics
+        return MetricWriter(
+            self.config.local_directory, from_step=self.start, tensorboard=metrics.tensorboard
+        )
 
     def _open_loader(self, data_state: np.ndarray | None) -> BatchLoader:
         state = None if data_state is None else data_state[self.rows]

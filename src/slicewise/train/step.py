@@ -1,5 +1,6 @@
 """The training step, built from (config, mesh) alone: the same builder serves devices that are not there."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from slicewise.model.loss import token_losses
 from slicewise.parallel import rules
 from slicewise.train.optimizer import optimizer, schedule
 
+_LEVEL = "xla_backend_optimization_level"
 BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")  # each int32 [B, T]
 
 
@@ -94,20 +96,26 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     with jax.set_mesh(mesh):
         abstract_state = _with_devices(jax.eval_shape(init), mesh)
     state_shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
+    options = _compiler_options(mesh)
     return TrainStep(
         spec=spec,
         mesh=mesh,
         abstract_state=abstract_state,
         abstract_batch={k: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for k in BATCH_KEYS},
-        init=jax.jit(init, out_shardings=state_shardings, compiler_options=_once(mesh)),
-        update=jax.jit(update, donate_argnums=0, out_shardings=(state_shardings, None)),
-        evaluate=jax.jit(evaluate),
+        init=jax.jit(init, out_shardings=state_shardings, compiler_options=options),
+        update=jax.jit(
+            update, donate_argnums=0, out_shardings=(state_shardings, None), compiler_options=options
+        ),
+        evaluate=jax.jit(evaluate, compiler_options=options),
     )
 
 
-def _once(mesh: Mesh) -> dict[str, Any]:
-    """Compiler options of a program that runs once: a CPU spends longer on optimising it than it could save."""
-    return {"xla_backend_optimization_level": 1} if mesh.devices.flat[0].platform == "cpu" else {}
+def _compiler_options(mesh: Mesh) -> dict[str, Any]:
+    """For a CPU, LLVM's level 1 unless XLA_FLAGS name a level: products are library calls and other loops are laid out
+    before LLVM sees them, so that higher levels only cost time."""
+    if mesh.devices.flat[0].platform != "cpu" or _LEVEL in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    return {_LEVEL: 1}
 
 
 def _with_devices(abstract: Any, mesh: Mesh) -> Any:
