@@ -1,0 +1,69 @@
+"""The process that compiles: reads a request from standard input, leaves what the compiler dumps in a directory.
+
+    python -m slicewise.compile.child DIRECTORY < request.json
+
+A process of its own, because the compiler takes its settings from the environment, can crash, and is stopped once the
+schedule is there when no more is wanted. It writes facts.json before it compiles and outcome.json at its end.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from slicewise.catalog import slices
+from slicewise.compile.target import absent_devices
+from slicewise.config import RunConfig
+from slicewise.errors import UserError
+from slicewise.parallel.cluster import by_slice
+from slicewise.parallel.mesh import build_mesh
+from slicewise.compile.programs import build_program
+
+
+def main() -> None:
+    directory, request = Path(sys.argv[1]), json.load(sys.stdin)
+    try:
+        compile_program(request, directory)
+        outcome: dict[str, Any] = {"error": None}
+    except UserError as e:
+        outcome = {"error": str(e), "kind": "user"}
+    except jax.errors.JaxRuntimeError as e:
+        outcome = {"error": str(e), "kind": "compiler"}
+    (directory / "outcome.json").write_text(json.dumps(outcome))
+
+
+def compile_program(request: dict[str, Any], directory: Path) -> None:
+    cluster = slices.cluster(request["slice"], request["num_slices"])
+    config = RunConfig(**request["config"])
+    mesh = build_mesh(config, by_slice(absent_devices(cluster)))
+    program = build_program(request["program"], config, mesh)
+    with jax.set_mesh(mesh):
+        lowered = program.function.lower(*program.abstract_arguments)
+    facts = {
+        "module": f"jit_{program.function.__name__}",
+        "mesh": dict(mesh.shape),
+        "devices": [place(device) for device in mesh.devices.flat],
+    }
+    (directory / "facts.json").write_text(json.dumps(facts))
+    compiled = lowered.compile()
+    if request["serialize"]:
+        (directory / "executable").write_bytes(serialized(compiled))
+
+
+def place(device: Any) -> list[int]:
+    """Where a device is: its slice, the coordinates of its chip, its number on the chip."""
+    return [int(getattr(device, "slice_index", 0) or 0), *map(int, device.coords), int(device.core_on_chip)]
+
+
+def serialized(compiled: jax.stages.Compiled) -> bytes:
+    """The executable, as jax.experimental.serialize_executable writes it."""
+    from jax.experimental.serialize_executable import serialize
+
+    payload, _, _ = serialize(compiled)
+    return payload
+
+
+if __name__ == "__main__":
+    main()

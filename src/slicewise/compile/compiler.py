@@ -1,0 +1,263 @@
+"""Runs the TPU compiler on a program in a process of its own, to the schedule or to the end, and keeps what it said."""
+
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from slicewise.catalog.slices import Cluster
+from slicewise.config import RunConfig
+from slicewise.errors import ExitCode, UserError
+
+Depth = Literal["schedule", "full"]
+POLL_S = 0.05
+SETTINGS = {
+    "JAX_PLATFORMS": "cpu",  # the compiler needs no device, and must not wait for one
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "x",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second compiler on this machine dies of the first one's lock
+    "TPU_STDERR_LOG_LEVEL": "2",
+}
+DUMPS = "--xla_dump_hlo_as_text --xla_dump_compact_gte=false"
+# What decides a program besides the config: a change of any of it is another program.
+SOURCES = ("model", "kernels", "parallel", "compile", "train", "catalog")
+PACKAGES = ("jax", "jaxlib", "libtpu", "optax")
+IRRELEVANT = ("run", "checkpoint", "evaluation", "metrics")  # sections of the config that no program depends on
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compile: one program of ``config`` on ``cluster``.
+
+    ``schedule`` stops when the order of all instructions and the place of all buffers are known; ``full`` goes on to
+    machine code, and so to the compiler's own cycles.
+    """
+
+    config: RunConfig
+    cluster: Cluster
+    program: str = "update"
+    depth: Depth = "schedule"
+    serialize: bool = False
+
+    @property
+    def slice_text(self) -> str:
+        """One slice, as catalog.slices.parse reads it."""
+        return f"{self.cluster.chip.name}:{'x'.join(map(str, self.cluster.slice.topology))}"
+
+    @property
+    def key(self) -> str:
+        """Digest of everything that decides the outcome."""
+        config = {k: v for k, v in self.config.model_dump().items() if k not in IRRELEVANT}
+        parts = [config, self.slice_text, self.cluster.num_slices, self.program, self.depth, self.serialize]
+        parts += [{name: version(name) for name in PACKAGES}, _source_digest()]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler left in ``directory``."""
+
+    request: Request
+    directory: Path
+    facts: dict[str, Any]  # mesh, devices, cpu_s, wall_s, peak_rss_bytes, out_of_memory
+    from_cache: bool
+
+    def text(self, name: str) -> str:
+        """``scheduled.hlo``, ``buffers.txt`` or ``live_ranges.txt``."""
+        return gzip.decompress((self.directory / f"{name}.gz").read_bytes()).decode()
+
+    @property
+    def out_of_memory(self) -> str | None:
+        """The compiler's sentence when the program does not fit."""
+        return self.facts["out_of_memory"]
+
+
+def compile_request(
+    request: Request, *, timeout_s: float = 3600.0, memory_limit_bytes: float | None = None
+) -> Compiled:
+    """Compiles, or takes what an earlier call of the same content left.
+
+    Raises UserError when the compiler is absent, refuses the program, crashes, or passes a limit; its log's path is in
+    the message.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError("the TPU compiler is not installed: pip install 'slicewise[compile]'.")
+    kept = cache_directory() / request.key
+    if (kept / "facts.json").exists():
+        return Compiled(request, kept, json.loads((kept / "facts.json").read_text()), True)
+    work = kept.with_name(f"{request.key}.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        (work / "dump").mkdir(parents=True)
+    except OSError as e:
+        raise UserError(
+            f"{e.filename} cannot be made: {e.strerror}; set XDG_CACHE_HOME to a place that can be written.",
+            code=ExitCode.INTERNAL,
+        ) from e
+    try:
+        facts = _Child(request, work).run(timeout_s, memory_limit_bytes)
+        _keep(work, facts)
+        work.replace(kept)
+    except OSError:
+        if not (kept / "facts.json").exists():  # else another process kept the same content first
+            raise
+        shutil.rmtree(work, ignore_errors=True)
+    return Compiled(request, kept, json.loads((kept / "facts.json").read_text()), False)
+
+
+def cache_directory() -> Path:
+    """Where compiled programs are kept: $XDG_CACHE_HOME/slicewise/programs, by default under ~/.cache."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "slicewise" / "programs"
+
+
+def _source_digest() -> str:
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((root / folder).rglob("*.py")) + sorted((root / folder).rglob("*.toml")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class _Child:
+    """One compiling process: started, watched, stopped."""
+
+    def __init__(self, request: Request, work: Path):
+        self.request, self.work, self.dump = request, work, work / "dump"
+        self.log = work / "compiler.log"
+
+    def run(self, timeout_s: float, memory_limit_bytes: float | None) -> dict[str, Any]:
+        """Facts of the compile. Raises UserError."""
+        start_s, stopped = time.monotonic(), None
+        process = self._start()
+        peak_bytes = 0.0
+        try:
+            while _running(process):
+                if self.request.depth == "schedule" and self._schedule_is_there():
+                    stopped = "schedule"
+                    break
+                peak_bytes = max(peak_bytes, _resident_bytes(process.pid))
+                if time.monotonic() - start_s > timeout_s:
+                    stopped = f"took longer than {timeout_s:g} s"
+                    break
+                if memory_limit_bytes and peak_bytes > memory_limit_bytes:
+                    stopped = f"used more than {memory_limit_bytes / 1e9:.1f} GB"
+                    break
+                time.sleep(POLL_S)
+        finally:
+            usage = _end(process)
+        if stopped not in (None, "schedule"):
+            raise UserError(f"the compiler was stopped: it {stopped}. Its log: {self.log}", code=ExitCode.INTERNAL)
+        facts = self._facts(process, stopped == "schedule")
+        return facts | {
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+            "wall_s": time.monotonic() - start_s,
+            "peak_rss_bytes": max(peak_bytes, usage.ru_maxrss * 1024),
+        }
+
+    def _start(self) -> subprocess.Popen:
+        flags = f"--xla_dump_to={self.dump} {DUMPS} {os.environ.get('XLA_FLAGS', '')}"
+        request = {
+            "config": self.request.config.model_dump(),
+            "slice": self.request.slice_text,
+            "num_slices": self.request.cluster.num_slices,
+            "program": self.request.program,
+            "serialize": self.request.serialize,
+        }
+        with self.log.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "slicewise.compile.child", str(self.work)],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, env=os.environ | SETTINGS | {"XLA_FLAGS": flags},
+                start_new_session=True,
+            )  # fmt: skip
+        assert process.stdin is not None
+        with process.stdin as pipe:
+            pipe.write(json.dumps(request).encode())
+        return process
+
+    def _dumped(self, suffix: str) -> Path | None:
+        if not (self.work / "facts.json").exists():
+            return None
+        module = json.loads((self.work / "facts.json").read_text())["module"]
+        return next(iter(sorted(self.dump.glob(f"module_*.{module}.*.{suffix}"))), None)
+
+    def _schedule_is_there(self) -> bool:
+        """The last file of the schedule is written whole: all others were before it."""
+        path = self._dumped("after_optimizations_after_buffer_assignment.txt")
+        if path is None or (size := path.stat().st_size) == 0:
+            return False
+        earlier = self._dumped("after_optimizations.txt")
+        return earlier is not None and size == earlier.stat().st_size
+
+    def _facts(self, process: subprocess.Popen, has_schedule: bool) -> dict[str, Any]:
+        outcome = {"error": None, "kind": ""}
+        if not has_schedule:
+            if not (self.work / "outcome.json").exists():
+                how = f"signal {-process.returncode}" if process.returncode < 0 else f"code {process.returncode}"
+                raise UserError(f"the compiler crashed ({how}). Its log: {self.log}", code=ExitCode.INTERNAL)
+            outcome = json.loads((self.work / "outcome.json").read_text())
+        message = outcome["error"]
+        if message and outcome["kind"] == "user":
+            shutil.rmtree(self.work)
+            raise UserError(message)
+        if message and "CompileTimeHbmOom" not in message and "memory space hbm" not in message:
+            raise UserError(f"the compiler refuses this program: {message.splitlines()[0]} Its log: {self.log}")
+        facts = json.loads((self.work / "facts.json").read_text())
+        return facts | {"out_of_memory": message}
+
+
+def _running(process: subprocess.Popen) -> bool:
+    """Whether it runs, without reaping it: its use of the processor is read when it is."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
+def _end(process: subprocess.Popen) -> Any:
+    """Kills what is left of the process and its children, and returns what it used."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return usage
+
+
+def _resident_bytes(pid: int) -> float:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0.0
+
+
+def _keep(work: Path, facts: dict[str, Any]) -> None:
+    """Leaves the few files that are read again, compressed; facts.json last, which makes it whole."""
+    module = facts["module"]
+    (work / "facts.json").unlink()
+    for name, suffixes in _kept(facts):
+        for suffix in suffixes:
+            if path := next(iter(sorted((work / "dump").glob(f"module_*.{module}.*{suffix}"))), None):
+                (work / f"{name}.gz").write_bytes(gzip.compress(path.read_bytes(), 6))
+                break
+    shutil.rmtree(work / "dump")
+    (work / "outcome.json").unlink(missing_ok=True)
+    (work / "facts.json.tmp").write_text(json.dumps(facts))
+    (work / "facts.json.tmp").replace(work / "facts.json")
+
+
+def _kept(facts: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Name here, and the dumps it may come from, the best first."""
+    yield "scheduled.hlo", (".after_codegen.txt", ".after_optimizations.txt", ".oom_intermediate_module.txt")
+    yield "buffers.txt", (".after_optimizations-buffer-assignment.txt", "buffer-assignment.txt")
+    yield "live_ranges.txt", (".after_optimizations-live-range.txt", "live-range.txt")

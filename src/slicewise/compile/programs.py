@@ -1,0 +1,64 @@
+"""The programs of a run by name: the very functions that train, evaluate and generate call, with abstract arguments."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from slicewise.config import RunConfig
+from slicewise.model import transformer
+from slicewise.parallel.rules import partition
+from slicewise.train.generate import build_generate_step
+from slicewise.train.step import TrainStep, build_train_step
+
+PROGRAMS = ("update", "init", "evaluate", "prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A jitted function and what it is lowered with; lower it under jax.set_mesh."""
+
+    function: Any
+    abstract_arguments: tuple[Any, ...]
+
+
+def build_program(name: str, config: RunConfig, mesh: Mesh) -> Program:
+    """``update`` is a training step, ``init`` makes its first state, ``evaluate`` scores a batch; ``prefill`` reads
+    global_batch_size prompts of sequence_length tokens, ``decode`` adds a token to each.
+
+    Raises UserError as build_train_step does.
+    """
+    step = build_train_step(config, mesh)
+    params = step.abstract_state.params
+    match name:
+        case "update":
+            return Program(step.update, (step.abstract_state, step.abstract_batch))
+        case "init":
+            return Program(step.init, ())
+        case "evaluate":
+            return Program(step.evaluate, (params, step.abstract_batch))
+    return _generation(name, config, step)
+
+
+def _generation(name: str, config: RunConfig, step: TrainStep) -> Program:
+    dtype = jnp.dtype(config.model.compute_dtype)
+    functions = build_generate_step(step.spec, step.mesh, dtype)
+    rows, length = config.data.global_batch_size, config.data.sequence_length
+    by_row = NamedSharding(step.mesh, partition("batch"))
+
+    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_row)
+
+    params = step.abstract_state.params
+    if name == "prefill":
+        return Program(functions.prefill, (params, integers(rows, length), integers(rows), length))
+    assert name == "decode", name
+    with jax.set_mesh(step.mesh):
+        cache = jax.eval_shape(lambda: transformer.empty_cache(step.spec, rows, length, dtype))
+    cache = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(step.mesh, x.sharding.spec)),
+        cache,
+    )
+    return Program(functions.decode, (params, cache, integers(rows), integers(rows)))
