@@ -50,8 +50,23 @@ class Model(Part):
     """A catalog name, a ModelSpec .toml, or a Hugging Face config.json."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations and matrix products; weights and optimiser state stay float32."""
-    remat_policy: Literal["none", "minimal", "full"] = "minimal"
-    """Activations recomputed in the backward pass: none, all but products with weights, or a whole layer."""
+    remat_policy: Literal[
+        "full",
+        "save_qkv_proj",
+        "save_out_proj",
+        "save_dot_except_mlp",
+        "save_dot_except_mlpwi",
+        "save_dot_with_context_except_mlp",
+        "minimal",
+        "minimal_with_context",
+        "qkv_proj_offloaded",
+        "minimal_offloaded",
+        "none",
+        "custom",
+    ] = "minimal"
+    """Activations of a layer that the backward pass finds, the others are recomputed; custom: see remat_tensors."""
+    remat_tensors: dict[str, Literal["device", "offload", "remat"]] = {}
+    """With remat_policy = custom, where named activations wait: device, offload (to the host) or remat."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-normaliser in the loss."""
 
@@ -218,7 +233,7 @@ def _validate(
     try:
         return LoadedConfig(RunConfig(**typing.cast(Any, sections)), origins)
     except ValidationError as e:
-        key = str(e.errors()[0]["loc"][-1])
+        key = str(e.errors()[0]["loc"][:2][-1])
         raise UserError(f"{first_problem(e, RunConfig)} (from {origins.get(key, 'default')})") from e
 
 
@@ -338,4 +353,6 @@ def describe(loaded: LoadedConfig, degrees: AxisDegrees | None = None) -> Sequen
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else json.dumps(value)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from slicewise.catalog.model import load
+from slicewise.costs import remat
 from slicewise.errors import UserError
 from slicewise.interop.huggingface import spec_from_config
 from slicewise.interop.weights import load_weights
@@ -107,15 +108,16 @@ def test_remat_changes_no_gradient():
 
     def loss(params, policy):
         logits, _ = transformer.forward(
-            params, spec, tokens, row_tokens(tokens), dtype=jnp.float32, remat_policy=policy
+            params, spec, tokens, row_tokens(tokens), dtype=jnp.float32, remat=policy
         )
         return token_losses(logits, tokens).mean()
 
-    none, minimal, full = (
+    moved = remat.custom({"decoder_layer_input": "offload", "mlpwi_0": "offload", "context": "device"})
+    none, *others = (
         jax.jit(jax.grad(lambda p, policy=policy: loss(p, policy)))(params)
-        for policy in transformer.REMAT_POLICIES
+        for policy in (remat.POLICIES["none"], remat.POLICIES["minimal"], remat.POLICIES["full"], moved)
     )
-    for other in (minimal, full):
+    for other in others:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), none, other)
 
 

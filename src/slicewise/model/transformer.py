@@ -15,20 +15,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from slicewise.catalog.model import ModelSpec
+from slicewise.costs.remat import POLICIES, RematPolicy
 from slicewise.errors import UserError
 from slicewise.kernels.attention.api import Tokens, attention
 from slicewise.model import rope
 from slicewise.model.linear import linear
+from slicewise.model.remat import GATHERED, checkpoint_policy, named
 from slicewise.parallel.rules import gathered, partition
-
-GATHERED = (
-    "gathered_weight"  # gathered again in the backward pass: kept, all layers would be whole on every device
-)
-REMAT_POLICIES = {
-    "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
-    "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
 
 
 @jax.tree_util.register_dataclass
@@ -192,7 +185,7 @@ def forward(
     where: Tokens,
     *,
     dtype: jnp.dtype,
-    remat_policy: str = "minimal",
+    remat: RematPolicy = POLICIES["minimal"],
     cache: Cache | None = None,
 ) -> tuple[jax.Array, Cache | None]:
     """Logits [B, T, V padded] of the next token in ``dtype``; entries at or above spec.vocab are -1e30.
@@ -207,11 +200,12 @@ def forward(
 
     def body(x_BTD: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:
         w, is_global, cached = layer
+        x_BTD = named(x_BTD, "decoder_layer_input")
         attended_BTD, cached = _attention(w, spec, x_BTD, where, tables, is_global, cached, weight)
         x_BTD = x_BTD + attended_BTD
         return x_BTD + _mlp(w, spec, x_BTD, weight), cached
 
-    body = jax.checkpoint(body, policy=REMAT_POLICIES[remat_policy])
+    body = jax.checkpoint(body, policy=checkpoint_policy(remat), prevent_cse=False)  # a scan prevents it
     x_BTD, cache = jax.lax.scan(body, x_BTD, (params.layers, is_global_L, cache))
     return _logits(params, spec, x_BTD, weight), cache
 
@@ -258,12 +252,16 @@ def _attention(
         q_BTNH, k_BTKH, v_BTKH = (
             x + b.astype(x.dtype) for x, b in ((q_BTNH, w.bq), (k_BTKH, w.bk), (v_BTKH, w.bv))
         )
-    if w.q_norm is not None:
+    v_BTKH = named(v_BTKH, "value_proj")
+    if w.q_norm is not None:  # its backward pass reads the products, that of attention what comes out last
+        q_BTNH, k_BTKH = named(q_BTNH, "query_proj"), named(k_BTKH, "key_proj")
         q_BTNH = _norm(q_BTNH, Norm(w.q_norm, None), spec)
         k_BTKH = _norm(k_BTKH, Norm(w.k_norm, None), spec)
     if tables is not None:
         table = jax.tree.map(lambda local, whole: jnp.where(is_global, whole, local), *tables)
         q_BTNH, k_BTKH = rope.rotate(q_BTNH, table), rope.rotate(k_BTKH, table)
+    if w.q_norm is None:
+        q_BTNH, k_BTKH = named(q_BTNH, "query_proj"), named(k_BTKH, "key_proj")
     keys = where
     if cached is not None:
         cached, keys = _append(cached, k_BTKH, v_BTKH, where)
@@ -279,6 +277,7 @@ def _attention(
     out_BTD = linear(context_BTNH, weight(w.wo, "heads", "head_dim", "embed"), whole, contract=2)
     if w.bo is not None:
         out_BTD = out_BTD + w.bo.astype(out_BTD.dtype)
+    out_BTD = named(out_BTD, "out_proj")
     return (out_BTD if w.post_attn_norm is None else _norm(out_BTD, w.post_attn_norm, spec)), cached
 
 
@@ -306,13 +305,15 @@ def _mlp(w: Layers, spec: ModelSpec, x_BTD: jax.Array, weight: Callable) -> jax.
     if w.b_up is not None:
         up_BTF = up_BTF + w.b_up.astype(up_BTF.dtype)
     if w.w_gate is not None:
-        hidden_BTF = activation(linear(h_BTD, weight(w.w_gate, "embed", "mlp"), by_mlp)) * up_BTF
+        gate_BTF = named(linear(h_BTD, weight(w.w_gate, "embed", "mlp"), by_mlp), "mlpwi_0")
+        hidden_BTF = activation(gate_BTF) * named(up_BTF, "mlpwi_1")
     else:
-        hidden_BTF = activation(up_BTF)
+        hidden_BTF = activation(named(up_BTF, "mlpwi_0"))
     whole = partition("batch", "sequence", "activation")
     out_BTD = linear(hidden_BTF, weight(w.w_down, "mlp", "embed"), whole)
     if w.b_down is not None:
         out_BTD = out_BTD + w.b_down.astype(out_BTD.dtype)
+    out_BTD = named(out_BTD, "mlpwo")
     return out_BTD if w.post_mlp_norm is None else _norm(out_BTD, w.post_mlp_norm, spec)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
+from slicewise.costs.remat import chosen
 from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.kernels.attention.api import Tokens
@@ -55,6 +56,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
             f" {spec.name}; lower it."
         )
     dtype = jnp.dtype(config.model.compute_dtype)
+    remat = chosen(config.model.remat_policy, config.model.remat_tensors)
     tx, learning_rate = optimizer(config), schedule(config)
 
     def init() -> TrainState:
@@ -66,7 +68,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     ) -> tuple[jax.Array, jax.Array]:
         where = Tokens(batch["positions"], batch["segment_ids"])
         logits_BTV, _ = transformer.forward(
-            params, spec, batch["tokens"], where, dtype=dtype, remat_policy=config.model.remat_policy
+            params, spec, batch["tokens"], where, dtype=dtype, remat=remat
         )
         losses_BT = token_losses(logits_BTV, batch["targets"], z_loss_weight)
         return losses_BT.sum(), (batch["targets"] >= 0).sum()
