@@ -67,6 +67,8 @@ class Model(Part):
     """Activations of a layer that the backward pass finds, the others are recomputed; custom: see remat_tensors."""
     remat_tensors: dict[str, Literal["device", "offload", "remat"]] = {}
     """With remat_policy = custom, where named activations wait: device, offload (to the host) or remat."""
+    attention: Literal["auto", "reference", "splash"] = "auto"
+    """Implementation; auto is the splash kernel on TPU and the reference elsewhere."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-normaliser in the loss."""
 

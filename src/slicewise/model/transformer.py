@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from slicewise.catalog.model import ModelSpec
 from slicewise.costs.remat import POLICIES, RematPolicy
 from slicewise.errors import UserError
-from slicewise.kernels.attention.api import Tokens, attention
+from slicewise.kernels.attention.api import REFERENCE, Kernel, Tokens, attention
 from slicewise.model import rope
 from slicewise.model.linear import linear
 from slicewise.model.remat import GATHERED, checkpoint_policy, named
@@ -187,6 +187,7 @@ def forward(
     dtype: jnp.dtype,
     remat: RematPolicy = POLICIES["minimal"],
     cache: Cache | None = None,
+    kernel: Kernel = REFERENCE,
 ) -> tuple[jax.Array, Cache | None]:
     """Logits [B, T, V padded] of the next token in ``dtype``; entries at or above spec.vocab are -1e30.
 
@@ -201,7 +202,9 @@ def forward(
     def body(x_BTD: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:
         w, is_global, cached = layer
         x_BTD = named(x_BTD, "decoder_layer_input")
-        attended_BTD, cached = _attention(w, spec, x_BTD, where, tables, is_global, cached, weight)
+        attended_BTD, cached = _attention(
+            w, spec, x_BTD, where, tables, is_global, cached, weight, kernel
+        )
         x_BTD = x_BTD + attended_BTD
         return x_BTD + _mlp(w, spec, x_BTD, weight), cached
 
@@ -241,6 +244,7 @@ def _attention(
     is_global: jax.Array,
     cached: Cache | None,
     weight: Callable,
+    kernel: Kernel,
 ) -> tuple[jax.Array, Cache | None]:
     h_BTD = _norm(x_BTD, w.attn_norm, spec)
     by_head = partition("batch", "sequence", "heads", "head_dim")
@@ -266,12 +270,18 @@ def _attention(
     if cached is not None:
         cached, keys = _append(cached, k_BTKH, v_BTKH, where)
         k_BTKH, v_BTKH = cached.k_LBSKH, cached.v_LBSKH
-    window = None
-    if spec.sliding_window is not None:
-        window = jnp.where(is_global, jnp.iinfo(jnp.int32).max, spec.sliding_window)
     scale = spec.query_scale or spec.head_dim**-0.5
     context_BTNH = attention(
-        q_BTNH, k_BTKH, v_BTKH, where, keys, window=window, scale=scale, softcap=spec.attention_softcap
+        q_BTNH,
+        k_BTKH,
+        v_BTKH,
+        where,
+        keys,
+        window=spec.sliding_window,
+        is_global=is_global if spec.global_every else None,
+        scale=scale,
+        softcap=spec.attention_softcap,
+        kernel=kernel,
     )
     whole = partition("batch", "sequence", "activation")
     out_BTD = linear(context_BTNH, weight(w.wo, "heads", "head_dim", "embed"), whole, contract=2)

@@ -14,7 +14,7 @@ from slicewise.config import RunConfig
 from slicewise.costs.remat import chosen
 from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
-from slicewise.kernels.attention.api import Tokens
+from slicewise.kernels.attention.api import Tokens, choose
 from slicewise.model import transformer
 from slicewise.model.loss import token_losses
 from slicewise.parallel import rules
@@ -56,6 +56,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
             f" {spec.name}; lower it."
         )
     dtype = jnp.dtype(config.model.compute_dtype)
+    kernel = choose(config.model.attention, mesh, config.data.sequence_length)
     remat = chosen(config.model.remat_policy, config.model.remat_tensors)
     tx, learning_rate = optimizer(config), schedule(config)
 
@@ -68,7 +69,13 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     ) -> tuple[jax.Array, jax.Array]:
         where = Tokens(batch["positions"], batch["segment_ids"])
         logits_BTV, _ = transformer.forward(
-            params, spec, batch["tokens"], where, dtype=dtype, remat=remat
+            params,
+            spec,
+            batch["tokens"],
+            where,
+            dtype=dtype,
+            remat=remat,
+            kernel=kernel,
         )
         losses_BT = token_losses(logits_BTV, batch["targets"], z_loss_weight)
         return losses_BT.sum(), (batch["targets"] >= 0).sum()
