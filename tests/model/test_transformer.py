@@ -12,7 +12,7 @@ from slicewise.interop.huggingface import spec_from_config
 from slicewise.interop.weights import load_weights
 from slicewise.kernels.attention.api import Tokens
 from slicewise.model import transformer
-from slicewise.model.loss import token_losses
+from slicewise.model.loss import Loss, summed_loss
 from slicewise.parallel.rules import partition
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
@@ -49,6 +49,13 @@ def row_tokens(tokens):
     return Tokens(positions, jnp.ones_like(positions))
 
 
+def next_token_loss(params, spec, states_BTD, tokens):
+    """Summed over all tokens but the last of each row."""
+    targets = jnp.concatenate([tokens[:, 1:], jnp.full_like(tokens[:, :1], -1)], axis=1)
+    how = Loss(spec.vocab, spec.tied_embeddings, spec.logits_softcap)
+    return summed_loss(states_BTD, transformer.output_matrix(params), targets, how)
+
+
 @pytest.mark.parametrize("family", DENSE)
 def test_logits_loss_and_gradient_equal_the_reference_implementation(family):
     spec, params = params_of(family)
@@ -57,10 +64,13 @@ def test_logits_loss_and_gradient_equal_the_reference_implementation(family):
 
     def mean_loss(embed):
         p = transformer.Params(embed, params.position, params.layers, params.final_norm, params.head)
-        logits, _ = transformer.forward(p, spec, tokens, row_tokens(tokens), dtype=jnp.float32)
-        return token_losses(logits[:, :-1], tokens[:, 1:]).mean(), logits
+        states, _ = transformer.hidden_states(p, spec, tokens, row_tokens(tokens), dtype=jnp.float32)
+        return next_token_loss(p, spec, states, tokens) / tokens[:, 1:].size
 
-    (loss, logits), gradient = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))(params.embed)
+    loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(params.embed)
+    logits, _ = jax.jit(
+        lambda p: transformer.forward(p, spec, tokens, row_tokens(tokens), dtype=jnp.float32)
+    )(params)
     scale = np.abs(expected["logits"]).max()
     np.testing.assert_allclose(logits[..., : spec.vocab], expected["logits"], atol=5e-6 * scale)
     np.testing.assert_allclose(loss, expected["loss"], rtol=2e-6)
@@ -107,10 +117,10 @@ def test_remat_changes_no_gradient():
     tokens = by_row(jax.random.randint(jax.random.key(1), (2, 16), 0, spec.vocab))
 
     def loss(params, policy):
-        logits, _ = transformer.forward(
+        states, _ = transformer.hidden_states(
             params, spec, tokens, row_tokens(tokens), dtype=jnp.float32, remat=policy
         )
-        return token_losses(logits, tokens).mean()
+        return next_token_loss(params, spec, states, tokens) / tokens.size
 
     moved = remat.custom({"decoder_layer_input": "offload", "mlpwi_0": "offload", "context": "device"})
     none, *others = (

@@ -179,6 +179,17 @@ def init(spec: ModelSpec, key: jax.Array) -> Params:
 
 
 def forward(
+    params: Params, spec: ModelSpec, tokens_BT: jax.Array, where: Tokens, *, dtype: jnp.dtype, **how: Any
+) -> tuple[jax.Array, Cache | None]:
+    """Logits [B, T, V padded] of the next token in ``dtype``; entries at or above spec.vocab are -1e30.
+
+    Arguments and cache as those of hidden_states. Training does without: see model/loss.py.
+    """
+    x_BTD, cache = hidden_states(params, spec, tokens_BT, where, dtype=dtype, **how)
+    return _logits(params, spec, x_BTD, _weights_in(dtype)), cache
+
+
+def hidden_states(
     params: Params,
     spec: ModelSpec,
     tokens_BT: jax.Array,
@@ -189,7 +200,7 @@ def forward(
     cache: Cache | None = None,
     kernel: Kernel = REFERENCE,
 ) -> tuple[jax.Array, Cache | None]:
-    """Logits [B, T, V padded] of the next token in ``dtype``; entries at or above spec.vocab are -1e30.
+    """What the output matrix multiplies: [B, T, D] in ``dtype``, behind the final norm.
 
     With ``cache`` the tokens are appended to it at slots ``where.positions_BT`` and attend to all that it holds; the
     new cache is returned.
@@ -210,7 +221,12 @@ def forward(
 
     body = jax.checkpoint(body, policy=checkpoint_policy(remat), prevent_cse=False)  # a scan prevents it
     x_BTD, cache = jax.lax.scan(body, x_BTD, (params.layers, is_global_L, cache))
-    return _logits(params, spec, x_BTD, weight), cache
+    return _norm(x_BTD, params.final_norm, spec), cache
+
+
+def output_matrix(params: Params) -> jax.Array:
+    """[D, V padded], or the embedding table [V padded, D] where that is tied."""
+    return params.embed if params.head is None else params.head
 
 
 def _weights_in(dtype: jnp.dtype) -> Callable[..., jax.Array]:
@@ -338,7 +354,6 @@ def _norm(x: jax.Array, norm: Norm, spec: ModelSpec) -> jax.Array:
 
 
 def _logits(params: Params, spec: ModelSpec, x_BTD: jax.Array, weight: Callable) -> jax.Array:
-    x_BTD = _norm(x_BTD, params.final_norm, spec)
     head_DV = weight(params.embed, "vocab", "embed").T if params.head is None else None
     if head_DV is None:
         head_DV = weight(params.head, "embed", "vocab")

@@ -16,7 +16,7 @@ from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.kernels.attention.api import Tokens, choose
 from slicewise.model import transformer
-from slicewise.model.loss import token_losses
+from slicewise.model.loss import Loss, summed_loss
 from slicewise.parallel import rules
 from slicewise.train.optimizer import optimizer, schedule
 
@@ -64,25 +64,20 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         params = transformer.init(spec, jax.random.key(config.run.seed))
         return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
-    def summed_loss(
+    def loss_and_count(
         params: transformer.Params, batch: dict, z_loss_weight: float
     ) -> tuple[jax.Array, jax.Array]:
         where = Tokens(batch["positions"], batch["segment_ids"])
-        logits_BTV, _ = transformer.forward(
-            params,
-            spec,
-            batch["tokens"],
-            where,
-            dtype=dtype,
-            remat=remat,
-            kernel=kernel,
+        x_BTD, _ = transformer.hidden_states(
+            params, spec, batch["tokens"], where, dtype=dtype, remat=remat, kernel=kernel
         )
-        losses_BT = token_losses(logits_BTV, batch["targets"], z_loss_weight)
-        return losses_BT.sum(), (batch["targets"] >= 0).sum()
+        loss = Loss(spec.vocab, spec.tied_embeddings, spec.logits_softcap, z_loss_weight)
+        total = summed_loss(x_BTD, transformer.output_matrix(params), batch["targets"], loss)
+        return total, (batch["targets"] >= 0).sum()
 
     def update(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
         def mean_loss(params: transformer.Params) -> jax.Array:
-            total, count = summed_loss(params, batch, config.model.z_loss_weight)
+            total, count = loss_and_count(params, batch, config.model.z_loss_weight)
             return total / jnp.maximum(count, 1)
 
         loss, grads = jax.value_and_grad(mean_loss)(state.params)
@@ -96,7 +91,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         return TrainState(state.step + 1, params, opt_state), metrics
 
     def evaluate(params: transformer.Params, batch: dict) -> tuple[jax.Array, jax.Array]:
-        return summed_loss(params, batch, 0.0)
+        return loss_and_count(params, batch, 0.0)
 
     shape = (config.data.global_batch_size, config.data.sequence_length)
     sharding = NamedSharding(mesh, rules.partition("batch", "sequence"))
