@@ -67,8 +67,10 @@ class Model(Part):
     """Activations of a layer that the backward pass finds, the others are recomputed; custom: see remat_tensors."""
     remat_tensors: dict[str, Literal["device", "offload", "remat"]] = {}
     """With remat_policy = custom, where named activations wait: device, offload (to the host) or remat."""
-    attention: Literal["auto", "reference", "splash"] = "auto"
+    attention: Literal["auto", "reference", "splash", "xla_chunked"] = "auto"
     """Implementation; auto is the splash kernel on TPU and the reference elsewhere."""
+    use_max_logits_estimate: NonNegativeFloat = 0.0
+    """Splash attention subtracts it from every logit instead of the running maximum; 0 = the maximum."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-normaliser in the loss."""
 

@@ -56,7 +56,9 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
             f" {spec.name}; lower it."
         )
     dtype = jnp.dtype(config.model.compute_dtype)
-    kernel = choose(config.model.attention, mesh, config.data.sequence_length)
+    kernel = choose(
+        config.model.attention, mesh, config.data.sequence_length, config.model.use_max_logits_estimate
+    )
     remat = chosen(config.model.remat_policy, config.model.remat_tensors)
     tx, learning_rate = optimizer(config), schedule(config)
 

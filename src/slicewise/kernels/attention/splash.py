@@ -1,11 +1,10 @@
-"""Splash attention, tokamax's TPU kernel that skips masked blocks, over the batch and heads axes of the mesh."""
+"""Splash attention, tokamax's TPU kernel that skips masked blocks."""
 
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from slicewise.kernels.attention import tiles
-from slicewise.parallel.rules import partition
 
 if TYPE_CHECKING:
     from slicewise.kernels.attention.api import Kernel
@@ -15,40 +14,29 @@ def attention(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKV: jax.Array,
+    sinks_N: jax.Array | None,
     segments_BT: jax.Array,
     *,
     window: int | None,
-    scale: float,
     softcap: float | None,
     kernel: "Kernel",
     residual_name: str,
 ) -> jax.Array:
-    """Causal self-attention of tokens in order within ``segments_BT``; T is a multiple of 128.
+    """Causal self-attention of tokens in order within ``segments_BT``, on one device; T is a multiple of 128.
 
-    The context and the log-sum-exp, all that the backward kernel needs besides q, k and v, carry ``residual_name``.
-    Returns the context [B, T, N, V].
+    ``q`` is scaled already. The context and the log-sum-exp, all that the backward kernel needs besides q, k and v,
+    carry ``residual_name``. Returns the context [B, T, N, V].
     """
-    by_head = partition("batch", "sequence", "heads", "head_dim")
-    by_kv_head = partition("batch", "sequence", "kv_heads", "head_dim")
-
-    def on_device(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKV: jax.Array, segments_BT: jax.Array) -> Any:
-        attend = _kernel(q_BTNH.shape[1], window, q_BTNH.shape[3], softcap, kernel, residual_name)
-        q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH * scale, k_BTKH, v_BTKV))
-        return jax.vmap(attend)(q, k, v, segments_BT).swapaxes(1, 2)
-
-    sharded = jax.shard_map(
-        on_device,
-        in_specs=(by_head, by_kv_head, by_kv_head, partition("batch", "sequence")),
-        out_specs=by_head,
-        check_vma=False,  # a kernel call does not say over which axes its result varies
-    )
-    return sharded(q_BTNH, k_BTKH, v_BTKV, segments_BT)
+    attend = _kernel(q_BTNH.shape[1], window, q_BTNH.shape[3], softcap, kernel, residual_name)
+    q_BNTH, k_BKTH, v_BKTV = (x.swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKV))
+    over_rows = jax.vmap(attend, in_axes=(0, 0, 0, None, 0))
+    return over_rows(q_BNTH, k_BKTH, v_BKTV, sinks_N, segments_BT).swapaxes(1, 2)
 
 
 def _kernel(
     T: int, window: int | None, head_dim: int, softcap: float | None, kernel: "Kernel", residual_name: str
 ) -> Any:
-    """The function (q_NTH, k_KTH, v_KTV, segments_T) -> context_NTV of one row."""
+    """The function (q_NTH, k_KTH, v_KTV, sinks_N, segments_T) -> context_NTV of one row."""
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
 
@@ -68,7 +56,7 @@ def _kernel(
     mask = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
     attend = splash.make_splash_mha_single_device(mask, config=config)
 
-    def row(q_NTH: jax.Array, k_KTH: jax.Array, v_KTV: jax.Array, segments_T: jax.Array) -> jax.Array:
-        return attend(q_NTH, k_KTH, v_KTV, splash.SegmentIds(segments_T, segments_T))
+    def row(q_NTH: Any, k_KTH: Any, v_KTV: Any, sinks_N: Any, segments_T: Any) -> jax.Array:
+        return attend(q_NTH, k_KTH, v_KTV, splash.SegmentIds(segments_T, segments_T), sinks_N)
 
     return row
