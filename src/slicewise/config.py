@@ -24,7 +24,7 @@ from pydantic import (
 from slicewise.catalog.model import first_problem
 from slicewise.errors import UserError, did_you_mean
 
-AXES = ("data", "fsdp", "tensor")  # mesh axes, slowest first; each has an ici_ and a dcn_ key
+AXES = ("data", "fsdp", "expert", "tensor")  # mesh axes, slowest first; each has an ici_ and a dcn_ key
 
 
 class Part(BaseModel):
@@ -99,12 +99,16 @@ class Parallelism(Part):
     """Replicas of the parameters within a slice; in every group -1 fills what the other axes leave."""
     ici_fsdp_parallelism: Degree = -1
     """Devices of a slice over which parameters are sharded and gathered where they are used."""
+    ici_expert_parallelism: Degree = 1
+    """Devices of a slice that share the experts; they divide the batch and all other weights as fsdp does."""
     ici_tensor_parallelism: Degree = 1
     """Devices of a slice that share heads, MLP columns and the vocabulary."""
     dcn_data_parallelism: Degree = -1
     """Slices that each hold a replica."""
     dcn_fsdp_parallelism: Degree = 1
     """Slices over which parameters are sharded."""
+    dcn_expert_parallelism: Degree = 1
+    """Slices that share the experts."""
     dcn_tensor_parallelism: Degree = 1
     """Slices that share heads, MLP columns and the vocabulary."""
 
