@@ -24,7 +24,7 @@ from pydantic import (
 from slicewise.catalog.model import first_problem
 from slicewise.errors import UserError, did_you_mean
 
-AXES = ("data", "fsdp", "tensor")  # mesh axes, slowest first; each has an ici_ and a dcn_ key
+AXES = ("data", "fsdp", "expert", "tensor")  # mesh axes, slowest first; each has an ici_ and a dcn_ key
 
 
 class Part(BaseModel):
@@ -50,8 +50,27 @@ class Model(Part):
     """A catalog name, a ModelSpec .toml, or a Hugging Face config.json."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations and matrix products; weights and optimiser state stay float32."""
-    remat_policy: Literal["none", "minimal", "full"] = "minimal"
-    """Activations recomputed in the backward pass: none, all but products with weights, or a whole layer."""
+    remat_policy: Literal[
+        "full",
+        "save_qkv_proj",
+        "save_out_proj",
+        "save_dot_except_mlp",
+        "save_dot_except_mlpwi",
+        "save_dot_with_context_except_mlp",
+        "minimal",
+        "minimal_with_context",
+        "qkv_proj_offloaded",
+        "minimal_offloaded",
+        "none",
+        "custom",
+    ] = "minimal"
+    """Activations of a layer that the backward pass finds, the others are recomputed; custom: see remat_tensors."""
+    remat_tensors: dict[str, Literal["device", "offload", "remat"]] = {}
+    """With remat_policy = custom, where named activations wait: device, offload (to the host) or remat."""
+    attention: Literal["auto", "reference", "splash", "xla_chunked"] = "auto"
+    """Implementation; auto is the splash kernel on TPU and the reference elsewhere."""
+    use_max_logits_estimate: NonNegativeFloat = 0.0
+    """Splash attention subtracts it from every logit instead of the running maximum; 0 = the maximum."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-normaliser in the loss."""
 
@@ -80,12 +99,16 @@ class Parallelism(Part):
     """Replicas of the parameters within a slice; in every group -1 fills what the other axes leave."""
     ici_fsdp_parallelism: Degree = -1
     """Devices of a slice over which parameters are sharded and gathered where they are used."""
+    ici_expert_parallelism: Degree = 1
+    """Devices of a slice that share the experts; they divide the batch and all other weights as fsdp does."""
     ici_tensor_parallelism: Degree = 1
     """Devices of a slice that share heads, MLP columns and the vocabulary."""
     dcn_data_parallelism: Degree = -1
     """Slices that each hold a replica."""
     dcn_fsdp_parallelism: Degree = 1
     """Slices over which parameters are sharded."""
+    dcn_expert_parallelism: Degree = 1
+    """Slices that share the experts."""
     dcn_tensor_parallelism: Degree = 1
     """Slices that share heads, MLP columns and the vocabulary."""
 
@@ -218,7 +241,7 @@ def _validate(
     try:
         return LoadedConfig(RunConfig(**typing.cast(Any, sections)), origins)
     except ValidationError as e:
-        key = str(e.errors()[0]["loc"][-1])
+        key = str(e.errors()[0]["loc"][:2][-1])
         raise UserError(f"{first_problem(e, RunConfig)} (from {origins.get(key, 'default')})") from e
 
 
@@ -338,4 +361,6 @@ def describe(loaded: LoadedConfig, degrees: AxisDegrees | None = None) -> Sequen
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else json.dumps(value)

@@ -1,7 +1,7 @@
 import pytest
 
 from slicewise.catalog import model
-from slicewise.costs.remat import POLICIES, custom, policy, recomputed, tensor_widths
+from slicewise.costs.remat import POLICIES, chosen, custom, policy, recomputed, tensor_widths
 from slicewise.costs.shapes import model_shape
 from slicewise.errors import UserError
 
@@ -67,8 +67,30 @@ def test_unknown_policy_names_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("places", "message"), [({"contxt": "device"}, "'context'"), ({"context": "disk"}, "disk")]
+    ("places", "message"),
+    [
+        ({"contxt": "device"}, "'context'"),
+        ({"context": "disk"}, "disk"),
+        ({"decoder_layer_input": "remat"}, "recomputed from its input; use device or offload"),
+    ],
 )
 def test_bad_custom_policies_say_what_is_wrong(places, message):
     with pytest.raises(UserError, match=message):
         custom(places)
+
+
+def test_a_run_chooses_a_policy_by_name_or_tensor_by_tensor():
+    assert chosen("minimal", {}) is POLICIES["minimal"]
+    assert chosen("custom", {"context": "offload"}).offloaded == {"context"}
+
+
+@pytest.mark.parametrize(
+    ("name", "places", "message"),
+    [
+        ("custom", {}, "needs remat_tensors"),
+        ("full", {"context": "device"}, "no effect with remat_policy = full; set remat_policy=custom"),
+    ],
+)
+def test_places_belong_to_the_custom_policy(name, places, message):
+    with pytest.raises(UserError, match=message):
+        chosen(name, places)

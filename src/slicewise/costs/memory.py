@@ -54,6 +54,15 @@ def working_bytes(layer: Layer, layout: Layout, tokens: Number, recipe: Recipe) 
     return ACT * (tokens * (np.maximum(attention, mlp) + widest) + weights + largest)
 
 
+def loss_chunks(tokens: Number, d_model: int) -> Number:
+    """Chunks of a device's ``tokens`` whose logits the loss holds at a time.
+
+    As many tokens as the model is wide make a chunk's logits as large as the gradient of the output matrix, which
+    is read and written once a chunk: larger chunks save little time, smaller ones little memory.
+    """
+    return np.ceil(tokens / max(d_model, 1024))
+
+
 def output_bytes(shape: ModelShape, layout: Layout, tokens: Number, recipe: Recipe) -> Number:
     """Logits in float32, and the output matrix gathered with its gradient in float32."""
     t = layout.ici.tensor

@@ -79,6 +79,10 @@ def custom(places: Mapping[str, str]) -> RematPolicy:
             raise UserError(f"unknown tensor '{name}' in a custom remat policy.{did_you_mean(name, known)}")
         if place not in ("device", "offload", "remat"):
             raise UserError(f"{name} = '{place}': expected device, offload or remat.")
+        if (name, place) == ("decoder_layer_input", "remat"):
+            raise UserError(
+                "decoder_layer_input = 'remat': a layer is recomputed from its input; use device or offload."
+            )
         for tensor in ALIASES.get(name, (name,)):
             saved.discard(tensor)
             if place == "device":
@@ -86,6 +90,20 @@ def custom(places: Mapping[str, str]) -> RematPolicy:
             elif place == "offload":
                 offloaded.add(tensor)
     return RematPolicy("custom", frozenset(saved - offloaded), frozenset(offloaded))
+
+
+def chosen(name: str, places: Mapping[str, str]) -> RematPolicy:
+    """The policy that a run's keys ask for: ``name``, with ``places`` of tensors where it is custom.
+
+    Raises UserError for an unknown policy or tensor, and for places that the policy would not use.
+    """
+    if name == "custom" and not places:
+        raise UserError(
+            'remat_policy = custom needs remat_tensors, such as remat_tensors={context="device"}.'
+        )
+    if name != "custom" and places:
+        raise UserError(f"remat_tensors has no effect with remat_policy = {name}; set remat_policy=custom.")
+    return custom(places) if name == "custom" else policy(name)
 
 
 def plain_name(tensor: str) -> str:

@@ -42,13 +42,15 @@ def _yarn(plain: np.ndarray, head_dim: int, theta: float, s: RopeScaling) -> np.
 
 
 def tables(spec: ModelSpec, positions_BT: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    """(cos, sin), each float32 [B, T, H/2], for local and for global layers."""
+    """(cos, sin), each float32 [B, T, H/2], for local and for global layers; H is the rotary part of a head."""
+    latent = spec.latent_attention
+    head_dim = latent.rope_head_dim if latent else spec.head_dim
     whole = (spec.rope_theta, spec.rope_scaling)
     local = (spec.local_rope_theta, None) if spec.local_rope_theta else whole
 
     def table(theta: float, scaling: RopeScaling | None) -> tuple[jax.Array, jax.Array]:
         amplitude = scaling.attention_factor if scaling else 1.0
-        angles = positions_BT[..., None] * frequencies(spec.head_dim, theta, scaling).astype(np.float32)
+        angles = positions_BT[..., None] * frequencies(head_dim, theta, scaling).astype(np.float32)
         return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
 
     return [table(*local), table(*whole)]

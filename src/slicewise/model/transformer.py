@@ -1,10 +1,8 @@
 """A decoder-only transformer as frozen dataclass pytrees and functions.
 
-Dims in names: B batch, T query tokens, S key tokens, D d_model, N heads, K kv heads, H head_dim, F d_ff, V vocabulary,
-L layers, P positions. Weights carry a leading L: the layers run as one scan.
+Dims in names: B batch, T tokens, D d_model, V vocabulary, L layers. Weights are described in model/params.py.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,213 +10,224 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from slicewise.catalog.model import ModelSpec
-from slicewise.errors import UserError
-from slicewise.kernels.attention.api import Tokens, attention
-from slicewise.model import rope
+from slicewise.costs.remat import POLICIES, RematPolicy
+from slicewise.kernels.attention.api import REFERENCE, Kernel, Tokens
+from slicewise.model import attention, rope
+from slicewise.model.attention import Cache
+from slicewise.model.layers import mlp, normed, weights_in
 from slicewise.model.linear import linear
-from slicewise.parallel.rules import gathered, partition
+from slicewise.model.moe import Usage, moe
+from slicewise.model.params import Layers, Params, Prediction, init, leaves, padded_vocab, weights
+from slicewise.model.remat import checkpoint_policy, named
+from slicewise.parallel.expert import Dispatch
+from slicewise.parallel.rules import partition
 
-GATHERED = (
-    "gathered_weight"  # gathered again in the backward pass: kept, all layers would be whole on every device
-)
-REMAT_POLICIES = {
-    "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
-    "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
+__all__ = [
+    "Caches",
+    "Params",
+    "States",
+    "empty_cache",
+    "forward",
+    "hidden_states",
+    "init",
+    "leaves",
+    "output_matrix",
+    "padded_vocab",
+    "states",
+    "weights",
+]
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Norm:
-    scale: Any
-    bias: Any  # of a layer norm; None for RMS norm
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Layers:
-    """Weights of all layers, each with a leading L; None where the model has no such weight."""
-
-    attn_norm: Norm  # LD
-    wq: Any  # LDNH
-    wk: Any  # LDKH
-    wv: Any  # LDKH
-    wo: Any  # LNHD
-    bq: Any  # LNH
-    bk: Any  # LKH
-    bv: Any  # LKH
-    bo: Any  # LD
-    q_norm: Any  # LH
-    k_norm: Any  # LH
-    post_attn_norm: Any  # Norm, LD
-    mlp_norm: Norm  # LD
-    w_gate: Any  # LDF
-    w_up: Any  # LDF
-    w_down: Any  # LFD
-    b_up: Any  # LF
-    b_down: Any  # LD
-    post_mlp_norm: Any  # Norm, LD
+Caches = tuple[
+    tuple[Cache, ...], ...
+]  # by run and by layer of its pattern, each with a leading dim of repeats
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Params:
-    embed: Any  # VD
-    position: Any  # PD, None with rotary positions
-    layers: Layers
-    final_norm: Norm  # D
-    head: Any  # DV, None when tied to embed
+class States:
+    """What the layers make of a batch."""
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Cache:
-    """Keys and values of the tokens so far; a token stands at the slot of its position."""
-
-    k_LBSKH: Any
-    v_LBSKH: Any
+    x_BTD: jax.Array  # behind the final norm: what the output matrix multiplies
+    cache: Any  # Caches, None without
+    usage: Any  # Usage of the sparse layers, prediction layers last; None without experts
+    predicted: Any  # a list, by prediction layer, of what the output matrix multiplies
 
 
 @dataclass(frozen=True)
-class Weight:
-    """How one weight is laid out and starts: normal with standard deviation ``std``, or constant when std is 0."""
+class Run:
+    """``repeats`` times the layers of one pattern, as one scan."""
 
-    shape: tuple[int, ...]
-    dims: tuple[str, ...]
-    std: float = 0.0
-    constant: float = 0.0
-
-
-def padded_vocab(spec: ModelSpec) -> int:
-    """Rows of the embedding table: the vocabulary rounded up to 128, whatever the mesh, so that it shards evenly."""
-    return math.ceil(spec.vocab / 128) * 128
+    first: int  # layer
+    sparse: tuple[bool, ...]  # of the pattern: whether each layer is a mixture of experts
+    repeats: int
 
 
-def weights(spec: ModelSpec) -> Params:
-    """The tree of Weight of ``spec``: the one place that knows every shape, its logical dims and its start.
-
-    Projections start at 1/sqrt(fan in); those that write to the residual stream also shrink by sqrt(2 L) (GPT-2).
-    """
-    _check_trainable(spec)
-    L, D, N, K, H, F = spec.layers, spec.d_model, spec.heads, spec.kv_heads, spec.head_dim, spec.d_ff
-    residual = 1 / math.sqrt(2 * L)
-
-    def matrix(fan_in: int, *dims: tuple[int, str], scale: float = 1.0) -> Weight:
-        return Weight(tuple(n for n, _ in dims), tuple(d for _, d in dims), std=scale / math.sqrt(fan_in))
-
-    def vector(present: bool, *dims: tuple[int, str], constant: float = 0.0) -> Weight | None:
-        if not present:
-            return None
-        return Weight(tuple(n for n, _ in dims), tuple(d for _, d in dims), constant=constant)
-
-    one = 0.0 if spec.zero_centered_norm else 1.0
-    layer, embed, feature = (L, "layers"), (D, "embed"), (D, "activation")
-    heads, kv_heads, head_dim, mlp = (N, "heads"), (K, "kv_heads"), (H, "head_dim"), (F, "mlp")
-
-    def norm(*dims: tuple[int, str]) -> Norm:
-        return Norm(vector(True, *dims, constant=one), vector(spec.norm == "layer", *dims))
-
-    table = ((padded_vocab(spec), "vocab"), embed)
-    learned = spec.position == "learned"
-    return Params(
-        embed=Weight(*_split(table), std=0.02),
-        position=Weight(*_split(((spec.max_context, "sequence"), embed)), std=0.02) if learned else None,
-        layers=Layers(
-            attn_norm=norm(layer, feature),
-            wq=matrix(D, layer, embed, heads, head_dim),
-            wk=matrix(D, layer, embed, kv_heads, head_dim),
-            wv=matrix(D, layer, embed, kv_heads, head_dim),
-            wo=matrix(N * H, layer, heads, head_dim, embed, scale=residual),
-            bq=vector(spec.qkv_bias, layer, heads, head_dim),
-            bk=vector(spec.qkv_bias, layer, kv_heads, head_dim),
-            bv=vector(spec.qkv_bias, layer, kv_heads, head_dim),
-            bo=vector(spec.attention_output_bias, layer, feature),
-            q_norm=vector(spec.qk_norm, layer, head_dim, constant=one),
-            k_norm=vector(spec.qk_norm, layer, head_dim, constant=one),
-            post_attn_norm=norm(layer, feature) if spec.post_norms else None,
-            mlp_norm=norm(layer, feature),
-            w_gate=matrix(D, layer, embed, mlp) if spec.gated_mlp else None,
-            w_up=matrix(D, layer, embed, mlp),
-            w_down=matrix(F, layer, mlp, embed, scale=residual),
-            b_up=vector(spec.mlp_bias, layer, mlp),
-            b_down=vector(spec.mlp_bias, layer, feature),
-            post_mlp_norm=norm(layer, feature) if spec.post_norms else None,
-        ),
-        final_norm=norm(feature),
-        head=None if spec.tied_embeddings else matrix(D, embed, (padded_vocab(spec), "vocab")),
-    )
-
-
-def _split(dims: tuple[tuple[int, str], ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    return tuple(n for n, _ in dims), tuple(d for _, d in dims)
-
-
-def _check_trainable(spec: ModelSpec) -> None:
-    parts = {
-        "mixture-of-experts layers": spec.experts,
-        "multi-head latent attention": spec.latent_attention,
-        "attention sinks": spec.attention_sinks,
-        "multi-token prediction": spec.prediction_layers,
-        "clamped SwiGLU": spec.activation == "clamped_swiglu",
-    }
-    if missing := [name for name, present in parts.items() if present]:
-        raise UserError(
-            f"{spec.name} has {missing[0]}, which can be planned but not trained; use a dense model."
-        )
-
-
-def init(spec: ModelSpec, key: jax.Array) -> Params:
-    """Float32 weights under the mesh in force; the same numbers on every mesh."""
-    layout, treedef = jax.tree.flatten(weights(spec))
-    keys = jax.random.split(key, len(layout))
-
-    def start(weight: Weight, key: jax.Array) -> jax.Array:
-        sharding = partition(*weight.dims)
-        if weight.std:
-            return weight.std * jax.random.normal(key, weight.shape, jnp.float32, out_sharding=sharding)
-        return jnp.full(weight.shape, weight.constant, jnp.float32, out_sharding=sharding)
-
-    return jax.tree.unflatten(treedef, [start(w, k) for w, k in zip(layout, keys, strict=True)])
+def runs(spec: ModelSpec) -> tuple[Run, ...]:
+    """The layers of ``spec`` in order: leading dense ones, groups that end in a sparse one, dense ones left over."""
+    if spec.experts is None:
+        return (Run(0, (False,), spec.layers),)
+    every = spec.experts.every
+    lead = next(i for i in range(spec.layers) if spec.layer_is_sparse(i)) - (every - 1)
+    groups, rest = divmod(spec.layers - lead, every)
+    group = (*(False,) * (every - 1), True)
+    found = (Run(0, (False,), lead), Run(lead, group, groups), Run(lead + groups * every, (False,), rest))
+    return tuple(run for run in found if run.repeats)
 
 
 def forward(
+    params: Params, spec: ModelSpec, tokens_BT: jax.Array, where: Tokens, *, dtype: jnp.dtype, **how: Any
+) -> tuple[jax.Array, Caches | None]:
+    """Logits [B, T, V padded] of the next token in ``dtype``; entries at or above spec.vocab are -1e30.
+
+    Arguments and cache as those of states. Training does without: see model/loss.py.
+    """
+    x_BTD, cache = hidden_states(params, spec, tokens_BT, where, dtype=dtype, **how)
+    return _logits(params, spec, x_BTD, weights_in(dtype)), cache
+
+
+def hidden_states(
+    params: Params, spec: ModelSpec, tokens_BT: jax.Array, where: Tokens, **how: Any
+) -> tuple[jax.Array, Caches | None]:
+    """What the output matrix multiplies, [B, T, D], and the cache; arguments as those of states."""
+    found = states(params, spec, tokens_BT, where, **how)
+    return found.x_BTD, found.cache
+
+
+def states(
     params: Params,
     spec: ModelSpec,
     tokens_BT: jax.Array,
     where: Tokens,
     *,
     dtype: jnp.dtype,
-    remat_policy: str = "minimal",
-    cache: Cache | None = None,
-) -> tuple[jax.Array, Cache | None]:
-    """Logits [B, T, V padded] of the next token in ``dtype``; entries at or above spec.vocab are -1e30.
+    remat: RematPolicy = POLICIES["minimal"],
+    cache: Caches | None = None,
+    kernel: Kernel = REFERENCE,
+    dispatch: Dispatch = Dispatch(),  # noqa: B008  (frozen)
+    predict: bool = False,
+) -> States:
+    """The model in ``dtype`` without its output matrix; with ``predict`` also its prediction layers.
 
     With ``cache`` the tokens are appended to it at slots ``where.positions_BT`` and attend to all that it holds; the
     new cache is returned.
     """
-    weight = _weights_in(dtype)
-    x_BTD = _embed(params, spec, tokens_BT, where, weight)
+    weight = weights_in(dtype)
     tables = rope.tables(spec, where.positions_BT) if spec.position == "rope" else None
-    is_global_L = jnp.array([spec.layer_is_global(layer) for layer in range(spec.layers)])
 
-    def body(x_BTD: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:
-        w, is_global, cached = layer
-        attended_BTD, cached = _attention(w, spec, x_BTD, where, tables, is_global, cached, weight)
+    def layer(
+        w: Layers, x_BTD: jax.Array, is_global: jax.Array, cached: Cache | None
+    ) -> tuple[jax.Array, Cache | None, Usage | None]:
+        x_BTD = named(x_BTD, "decoder_layer_input")
+        attended_BTD, cached = attention.attend(
+            w, spec, x_BTD, where, tables, is_global, cached, weight, kernel
+        )
         x_BTD = x_BTD + attended_BTD
-        return x_BTD + _mlp(w, spec, x_BTD, weight), cached
+        h_BTD, usage = normed(x_BTD, w.mlp_norm, spec), None
+        if w.moe is None:
+            out_BTD = mlp(w, spec, h_BTD, weight)
+        else:
+            out_BTD, usage = moe(w.moe, spec, h_BTD, where.segments_BT, weight, dispatch)
+        if w.post_mlp_norm is not None:
+            out_BTD = normed(out_BTD, w.post_mlp_norm, spec)
+        return x_BTD + out_BTD, cached, usage
 
-    body = jax.checkpoint(body, policy=REMAT_POLICIES[remat_policy])
-    x_BTD, cache = jax.lax.scan(body, x_BTD, (params.layers, is_global_L, cache))
-    return _logits(params, spec, x_BTD, weight), cache
+    # A scan prevents common subexpressions of the two passes.
+    layer = jax.checkpoint(layer, policy=checkpoint_policy(remat), prevent_cse=False)
+    embedded_BTD = _embed(params, spec, tokens_BT, where, weight)
+    x_BTD, caches, usages = _scan(params, spec, layer, embedded_BTD, cache)
+    predicted: list[jax.Array] = []
+    if predict and params.prediction is not None:
+        predicted, more = _predict(params.prediction, spec, layer, x_BTD, embedded_BTD, weight)
+        usages += more
+    usage = jax.tree.map(lambda *parts: jnp.concatenate(parts), *usages) if usages else None
+    return States(normed(x_BTD, params.final_norm, spec), None if cache is None else caches, usage, predicted)
 
 
-def _weights_in(dtype: jnp.dtype) -> Callable[..., jax.Array]:
-    """How a stored weight is used: cast first, so that the all-gather moves the smaller type."""
-    return lambda w, *dims: checkpoint_name(gathered(w.astype(dtype), *dims), GATHERED)
+def _scan(
+    params: Params, spec: ModelSpec, layer: Callable, x_BTD: jax.Array, cache: Caches | None
+) -> tuple[jax.Array, Caches, list[Usage]]:
+    """``x`` through all layers; usages have a leading L."""
+    stacks = {True: params.layers, False: params.layers if spec.experts is None else params.dense_layers}
+    used = {True: 0, False: 0}  # layers of each stack so far
+    caches, usages = [], []
+    for number, run in enumerate(runs(spec)):
+        pattern = []
+        for place, sparse in enumerate(run.sparse):
+            count = run.sparse.count(sparse)
+            first = used[sparse] + run.sparse[:place].count(sparse)
+            pattern.append(_every(stacks[sparse], first, count, run.repeats))
+        for sparse in run.sparse:
+            used[sparse] += run.repeats
+        ids = run.first + jnp.arange(run.repeats * len(run.sparse)).reshape(run.repeats, -1)
+        is_global = jnp.array([spec.layer_is_global(i) for i in range(spec.layers)])[ids]
+
+        def body(x_BTD: jax.Array, given: tuple) -> tuple[jax.Array, tuple]:
+            pattern, is_global, cached = given
+            new, usage = [], None
+            for place, w in enumerate(pattern):
+                x_BTD, now, found = layer(
+                    w, x_BTD, is_global[place], None if cached is None else cached[place]
+                )
+                new.append(now)
+                usage = usage if found is None else found
+            return x_BTD, (tuple(new), usage)
+
+        given = (tuple(pattern), is_global, None if cache is None else cache[number])
+        x_BTD, (new, usage) = jax.lax.scan(body, x_BTD, given)
+        caches.append(new)
+        usages += [] if usage is None else [usage]
+    return x_BTD, tuple(caches), usages
+
+
+def _every(stack: Layers, first: int, step: int, count: int) -> Layers:
+    """``count`` layers of ``stack`` from ``first``, each ``step`` behind the one before."""
+
+    def take(w: jax.Array) -> jax.Array:
+        whole = first == 0 and step == 1 and count == len(w)
+        return w if whole else w[first : first + step * (count - 1) + 1 : step]
+
+    return jax.tree.map(take, stack)
+
+
+def _predict(
+    w: Prediction,
+    spec: ModelSpec,
+    layer: Callable,
+    x_BTD: jax.Array,
+    embedded_BTD: jax.Array,
+    weight: Callable,
+) -> tuple[list[jax.Array], list[Usage]]:
+    """The states of each prediction layer: at its depth d a token sees the one that is d ahead (DeepSeek-V3, 2.2).
+
+    The last d tokens of a document see what is not theirs; they have no target at that depth.
+    """
+    found, usages = [], []
+    activation = partition("batch", "sequence", "activation")
+    is_global = jnp.array(spec.layer_is_global(spec.layers - 1))
+    for index in range(spec.prediction_layers):
+        one = jax.tree.map(lambda stacked, index=index: stacked[index], w)
+        embedded_BTD = ahead(embedded_BTD, 1, 0)
+        both_BTX = jnp.concatenate(
+            [normed(embedded_BTD, one.embed_norm, spec), normed(x_BTD, one.hidden_norm, spec)], axis=-1
+        )
+        x_BTD = linear(both_BTX, weight(one.projection, "embed", "activation"), activation)
+        x_BTD, _, usage = layer(one.layers, x_BTD, is_global, None)
+        found.append(normed(x_BTD, one.final_norm, spec))
+        usages += [] if usage is None else [jax.tree.map(lambda u: u[None], usage)]
+    return found, usages
+
+
+def ahead(x_BT: jax.Array, by: int, fill: float) -> jax.Array:
+    """``x`` [B, T, ...] with what stands ``by`` tokens later in each place, ``fill`` at the end."""
+    end = jnp.full_like(x_BT[:, :by], fill)
+    return jnp.concatenate([x_BT[:, by:], end], axis=1)
+
+
+def output_matrix(params: Params) -> jax.Array:
+    """[D, V padded], or the embedding table [V padded, D] where that is tied."""
+    return params.embed if params.head is None else params.head
 
 
 def _embed(
@@ -238,96 +247,7 @@ def _embed(
     return x_BTD
 
 
-def _attention(
-    w: Layers,
-    spec: ModelSpec,
-    x_BTD: jax.Array,
-    where: Tokens,
-    tables: list | None,
-    is_global: jax.Array,
-    cached: Cache | None,
-    weight: Callable,
-) -> tuple[jax.Array, Cache | None]:
-    h_BTD = _norm(x_BTD, w.attn_norm, spec)
-    by_head = partition("batch", "sequence", "heads", "head_dim")
-    by_kv_head = partition("batch", "sequence", "kv_heads", "head_dim")
-    q_BTNH = linear(h_BTD, weight(w.wq, "embed", "heads", "head_dim"), by_head)
-    k_BTKH = linear(h_BTD, weight(w.wk, "embed", "kv_heads", "head_dim"), by_kv_head)
-    v_BTKH = linear(h_BTD, weight(w.wv, "embed", "kv_heads", "head_dim"), by_kv_head)
-    if w.bq is not None:
-        q_BTNH, k_BTKH, v_BTKH = (
-            x + b.astype(x.dtype) for x, b in ((q_BTNH, w.bq), (k_BTKH, w.bk), (v_BTKH, w.bv))
-        )
-    if w.q_norm is not None:
-        q_BTNH = _norm(q_BTNH, Norm(w.q_norm, None), spec)
-        k_BTKH = _norm(k_BTKH, Norm(w.k_norm, None), spec)
-    if tables is not None:
-        table = jax.tree.map(lambda local, whole: jnp.where(is_global, whole, local), *tables)
-        q_BTNH, k_BTKH = rope.rotate(q_BTNH, table), rope.rotate(k_BTKH, table)
-    keys = where
-    if cached is not None:
-        cached, keys = _append(cached, k_BTKH, v_BTKH, where)
-        k_BTKH, v_BTKH = cached.k_LBSKH, cached.v_LBSKH
-    window = None
-    if spec.sliding_window is not None:
-        window = jnp.where(is_global, jnp.iinfo(jnp.int32).max, spec.sliding_window)
-    scale = spec.query_scale or spec.head_dim**-0.5
-    context_BTNH = attention(
-        q_BTNH, k_BTKH, v_BTKH, where, keys, window=window, scale=scale, softcap=spec.attention_softcap
-    )
-    whole = partition("batch", "sequence", "activation")
-    out_BTD = linear(context_BTNH, weight(w.wo, "heads", "head_dim", "embed"), whole, contract=2)
-    if w.bo is not None:
-        out_BTD = out_BTD + w.bo.astype(out_BTD.dtype)
-    return (out_BTD if w.post_attn_norm is None else _norm(out_BTD, w.post_attn_norm, spec)), cached
-
-
-def _append(cached: Cache, k_BTKH: jax.Array, v_BTKH: jax.Array, where: Tokens) -> tuple[Cache, Tokens]:
-    """Writes keys and values at their positions. A row is one document: every slot may be seen, causally."""
-    write = jax.vmap(lambda slots_SKH, at_T, new_TKH: slots_SKH.at[at_T].set(new_TKH))
-    cached = Cache(
-        write(cached.k_LBSKH, where.positions_BT, k_BTKH), write(cached.v_LBSKH, where.positions_BT, v_BTKH)
-    )
-    B, S = cached.k_LBSKH.shape[:2]
-    slots_BS = jnp.broadcast_to(jnp.arange(S), (B, S), out_sharding=partition("batch", "sequence"))
-    return cached, Tokens(slots_BS, jnp.ones_like(slots_BS))
-
-
-def _mlp(w: Layers, spec: ModelSpec, x_BTD: jax.Array, weight: Callable) -> jax.Array:
-    activation = {
-        "silu": jax.nn.silu,
-        "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-        "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-        "relu": jax.nn.relu,
-    }[spec.activation]
-    h_BTD = _norm(x_BTD, w.mlp_norm, spec)
-    by_mlp = partition("batch", "sequence", "mlp")
-    up_BTF = linear(h_BTD, weight(w.w_up, "embed", "mlp"), by_mlp)
-    if w.b_up is not None:
-        up_BTF = up_BTF + w.b_up.astype(up_BTF.dtype)
-    if w.w_gate is not None:
-        hidden_BTF = activation(linear(h_BTD, weight(w.w_gate, "embed", "mlp"), by_mlp)) * up_BTF
-    else:
-        hidden_BTF = activation(up_BTF)
-    whole = partition("batch", "sequence", "activation")
-    out_BTD = linear(hidden_BTF, weight(w.w_down, "mlp", "embed"), whole)
-    if w.b_down is not None:
-        out_BTD = out_BTD + w.b_down.astype(out_BTD.dtype)
-    return out_BTD if w.post_mlp_norm is None else _norm(out_BTD, w.post_mlp_norm, spec)
-
-
-def _norm(x: jax.Array, norm: Norm, spec: ModelSpec) -> jax.Array:
-    """RMS or layer norm over the last dim, in float32."""
-    x32 = x.astype(jnp.float32)
-    if norm.bias is not None:
-        x32 = x32 - x32.mean(-1, keepdims=True)
-    normal = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + spec.norm_eps)
-    scaled = normal * (1 + norm.scale if spec.zero_centered_norm else norm.scale)
-    return (scaled if norm.bias is None else scaled + norm.bias).astype(x.dtype)
-
-
 def _logits(params: Params, spec: ModelSpec, x_BTD: jax.Array, weight: Callable) -> jax.Array:
-    x_BTD = _norm(x_BTD, params.final_norm, spec)
     head_DV = weight(params.embed, "vocab", "embed").T if params.head is None else None
     if head_DV is None:
         head_DV = weight(params.head, "embed", "vocab")
@@ -342,22 +262,9 @@ def _logits(params: Params, spec: ModelSpec, x_BTD: jax.Array, weight: Callable)
     return jnp.where(ids_V < spec.vocab, logits_BTV, jnp.asarray(-1e30, logits_BTV.dtype))
 
 
-def empty_cache(spec: ModelSpec, rows: int, slots: int, dtype: jnp.dtype) -> Cache:
+def empty_cache(spec: ModelSpec, rows: int, slots: int, dtype: jnp.dtype) -> Caches:
     """A cache for ``rows`` sequences of up to ``slots`` tokens under the mesh in force."""
-    shape = (spec.layers, rows, slots, spec.kv_heads, spec.head_dim)
-    sharding = partition("layers", "batch", "sequence", "kv_heads", "head_dim")
-    return Cache(*(jnp.zeros(shape, dtype, out_sharding=sharding) for _ in range(2)))
-
-
-def leaves(params: Params) -> dict[str, Any]:
-    """The weights by dotted name, such as layers.attn_norm.scale; absent weights are left out."""
-
-    def walk(node: Any, prefix: str) -> dict[str, Any]:
-        if node is None:
-            return {}
-        if not dataclasses.is_dataclass(node) or isinstance(node, Weight):
-            return {prefix.removesuffix("."): node}
-        fields = dataclasses.fields(node)
-        return {k: v for f in fields for k, v in walk(getattr(node, f.name), f"{prefix}{f.name}.").items()}
-
-    return walk(params, "")
+    return tuple(
+        tuple(attention.empty_cache(spec, run.repeats, rows, slots, dtype) for _ in run.sparse)
+        for run in runs(spec)
+    )

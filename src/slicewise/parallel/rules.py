@@ -9,8 +9,11 @@ from slicewise.catalog.model import ModelSpec
 from slicewise.errors import UserError
 
 RULES: Mapping[str, str | tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
-    "embed": "fsdp",  # the d_model dim of weights: gathered where a layer uses them
+    "batch": ("data", "fsdp", "expert"),
+    "embed": ("fsdp", "expert"),  # the d_model dim of weights: gathered where a layer uses them
+    "latent": ("fsdp", "expert"),  # the rank of latent attention in weights: as embed
+    "experts": "expert",
+    "expert_embed": "fsdp",  # the d_model dim of experts' weights, whose experts the expert axis divides
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
@@ -26,34 +29,67 @@ def partition(*dims: str) -> PartitionSpec:
 
 
 def gathered(weight: jax.Array, *dims: str) -> jax.Array:
-    """``weight`` with its embed dim whole on every device: the all-gather of fully sharded data parallelism.
+    """``weight`` with its embed or latent dim whole on every device: the all-gather of fully sharded data parallelism.
 
     The transpose, in the backward pass, is the reduce-scatter of the gradient.
     """
-    return jax.sharding.reshard(weight, partition(*("activation" if dim == "embed" else dim for dim in dims)))
+    whole = ("activation" if dim in ("embed", "latent") else dim for dim in dims)
+    return jax.sharding.reshard(weight, partition(*whole))
 
 
 def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -> None:
     """Raises UserError when ``degrees`` (mesh axis -> size) does not divide the dims that it shards."""
-    tensor, fsdp, batch = degrees["tensor"], degrees["fsdp"], degrees["data"] * degrees["fsdp"]
-    for count, name in ((spec.heads, "heads"), (spec.kv_heads, "kv_heads"), (spec.d_ff, "d_ff")):
+    tensor, expert, sharded = degrees["tensor"], degrees["expert"], degrees["fsdp"] * degrees["expert"]
+    for count, name in _tensor_dims(spec):
         if count % tensor:
             raise UserError(
                 f"tensor parallelism {tensor} does not divide {name} = {count} of {spec.name};"
                 f" choose one of {_divisors(count)}."
             )
-    if spec.d_model % fsdp:
+    if expert > 1 and spec.experts is None:
         raise UserError(
-            f"fsdp parallelism {fsdp} does not divide d_model = {spec.d_model} of {spec.name};"
-            " use fewer fsdp and more data or tensor parallelism."
+            f"expert parallelism {expert} needs a mixture of experts, which {spec.name} is not;"
+            " use fsdp parallelism instead."
         )
+    if spec.experts and spec.experts.experts % expert:
+        raise UserError(
+            f"expert parallelism {expert} does not divide the {spec.experts.experts} experts of {spec.name};"
+            f" choose one of {_divisors(spec.experts.experts)}."
+        )
+    for count, name in _sharded_dims(spec):
+        if count % sharded:
+            product = "fsdp parallelism" if expert == 1 else "fsdp x expert parallelism ="
+            raise UserError(
+                f"{product} {sharded} does not divide {name} = {count} of {spec.name};"
+                " use fewer fsdp and more data or tensor parallelism."
+            )
+    batch = degrees["data"] * sharded
     if global_batch_size % batch:
         below = global_batch_size - global_batch_size % batch
         near = f"{below} or {below + batch}" if below else f"{batch}"
+        axes = "data x fsdp" if expert == 1 else "data x fsdp x expert"
         raise UserError(
-            f"global_batch_size = {global_batch_size} is not a multiple of data x fsdp parallelism = {batch};"
+            f"global_batch_size = {global_batch_size} is not a multiple of {axes} parallelism = {batch};"
             f" use {near}."
         )
+
+
+def _tensor_dims(spec: ModelSpec) -> list[tuple[int, str]]:
+    dims = [(spec.heads, "heads"), (spec.kv_heads, "kv_heads")]
+    if not spec.experts or not all(map(spec.layer_is_sparse, range(spec.layers))):
+        dims.append((spec.d_ff, "d_ff"))
+    if e := spec.experts:
+        dims.append((e.d_ff, "experts.d_ff"))
+        dims += [(e.shared_d_ff, "experts.shared_d_ff")] if e.shared_d_ff else []
+    return dims
+
+
+def _sharded_dims(spec: ModelSpec) -> list[tuple[int, str]]:
+    dims = [(spec.d_model, "d_model")]
+    if a := spec.latent_attention:
+        dims.append((a.kv_lora_rank, "latent_attention.kv_lora_rank"))
+        dims += [(a.q_lora_rank, "latent_attention.q_lora_rank")] if a.q_lora_rank else []
+    return dims
 
 
 def _divisors(count: int) -> str:

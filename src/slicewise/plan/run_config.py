@@ -38,7 +38,7 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
     work = workload_of(config, shape)
     layout = Layout(Degrees(**degrees.ici), Degrees(**degrees.dcn), work.global_batch)
     check_layout(shape, cluster, layout, work.seq)
-    recipe = Recipe(remat=remat.policy(config.model.remat_policy))
+    recipe = Recipe(remat=remat.chosen(config.model.remat_policy, config.model.remat_tensors))
     return Candidate(cluster, layout, recipe, estimate(shape, cluster, layout, recipe, work.seq))
 
 

@@ -12,11 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
+from slicewise.costs.remat import chosen
 from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
-from slicewise.kernels.attention.api import Tokens
+from slicewise.kernels.attention.api import Tokens, choose
 from slicewise.model import transformer
-from slicewise.model.loss import token_losses
+from slicewise.model.loss import Loss, summed_loss
 from slicewise.parallel import rules
 from slicewise.train.optimizer import optimizer, schedule
 
@@ -57,25 +58,30 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
             f" {spec.name}; lower it."
         )
     dtype = jnp.dtype(config.model.compute_dtype)
+    kernel = choose(
+        config.model.attention, mesh, config.data.sequence_length, config.model.use_max_logits_estimate
+    )
+    remat = chosen(config.model.remat_policy, config.model.remat_tensors)
     tx, learning_rate = optimizer(config), schedule(config)
 
     def init() -> TrainState:
         params = transformer.init(spec, jax.random.key(config.run.seed))
         return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
-    def summed_loss(
+    def loss_and_count(
         params: transformer.Params, batch: dict, z_loss_weight: float
     ) -> tuple[jax.Array, jax.Array]:
         where = Tokens(batch["positions"], batch["segment_ids"])
-        logits_BTV, _ = transformer.forward(
-            params, spec, batch["tokens"], where, dtype=dtype, remat_policy=config.model.remat_policy
+        x_BTD, _ = transformer.hidden_states(
+            params, spec, batch["tokens"], where, dtype=dtype, remat=remat, kernel=kernel
         )
-        losses_BT = token_losses(logits_BTV, batch["targets"], z_loss_weight)
-        return losses_BT.sum(), (batch["targets"] >= 0).sum()
+        loss = Loss(spec.vocab, spec.tied_embeddings, spec.logits_softcap, z_loss_weight)
+        total = summed_loss(x_BTD, transformer.output_matrix(params), batch["targets"], loss)
+        return total, (batch["targets"] >= 0).sum()
 
     def update(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
         def mean_loss(params: transformer.Params) -> jax.Array:
-            total, count = summed_loss(params, batch, config.model.z_loss_weight)
+            total, count = loss_and_count(params, batch, config.model.z_loss_weight)
             return total / jnp.maximum(count, 1)
 
         loss, grads = jax.value_and_grad(mean_loss)(state.params)
@@ -89,7 +95,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         return TrainState(state.step + 1, params, opt_state), metrics
 
     def evaluate(params: transformer.Params, batch: dict) -> tuple[jax.Array, jax.Array]:
-        return summed_loss(params, batch, 0.0)
+        return loss_and_count(params, batch, 0.0)
 
     shape = (config.data.global_batch_size, config.data.sequence_length)
     sharding = NamedSharding(mesh, rules.partition("batch", "sequence"))

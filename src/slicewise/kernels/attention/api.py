@@ -1,10 +1,26 @@
-"""Attention behind one signature; positions and segments are data, so any order of tokens may be passed."""
+"""Attention behind one signature, with its implementations.
 
+Positions and segments are data, so the reference and xla_chunked take tokens in any order. Splash skips blocks by
+index: its queries and keys are one and the same row, in order.
+"""
+
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
 
-from slicewise.kernels.attention import reference
+from slicewise.catalog import chips
+from slicewise.errors import UserError
+from slicewise.kernels.attention import chunked, reference
+from slicewise.parallel.rules import partition
+
+CONTEXT = "context"  # what an implementation's backward pass reads, for checkpoint policies
+BLOCK = 128  # splash: sequences are multiples of the lanes of a vector register
 
 
 @dataclass(frozen=True)
@@ -18,23 +34,164 @@ class Tokens:
 jax.tree_util.register_dataclass(Tokens, data_fields=["positions_BT", "segments_BT"], meta_fields=[])
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """How attention is computed: settled before tracing, by the devices of the mesh."""
+
+    name: Literal["reference", "splash", "xla_chunked"] = "reference"
+    chip: str = ""  # of the catalog; decides the tile sizes of splash
+    max_logit: float | None = None  # splash subtracts it instead of the running maximum
+    interpret: bool = False  # splash on a CPU, slowly: for tests
+
+
+REFERENCE = Kernel()
+
+
+def choose(
+    asked: Literal["auto", "reference", "splash", "xla_chunked"],
+    mesh: Mesh,
+    sequence_length: int,
+    max_logit: float = 0.0,
+) -> Kernel:
+    """The kernel for the devices of ``mesh``: where ``asked`` is auto, splash on TPU and else the reference.
+
+    The devices need not be there: a mesh of a compile-only topology gives what real devices would.
+    ``max_logit`` 0 is none. Raises UserError where the kernel cannot run.
+    """
+    device = mesh.devices.flat[0]
+    on_tpu = device.platform == "tpu"
+    name = asked if asked != "auto" else "splash" if on_tpu else "reference"
+    if max_logit and asked not in ("auto", "splash"):
+        raise UserError(
+            f"use_max_logits_estimate = {max_logit} has no effect on attention = '{asked}'; only splash uses it."
+        )
+    if name == "xla_chunked":
+        chunked.check(sequence_length)
+    if name != "splash":
+        return Kernel(name)
+    if not on_tpu:
+        raise UserError(
+            f"attention = 'splash' needs TPU devices, found {device.device_kind}; use 'reference'."
+        )
+    if sequence_length % BLOCK:
+        above = sequence_length + -sequence_length % BLOCK
+        raise UserError(
+            f"sequence_length = {sequence_length} is not a multiple of {BLOCK}, which splash attention needs;"
+            f" use {above}, or attention = 'reference'."
+        )
+    if importlib.util.find_spec("tokamax") is None:
+        raise UserError("splash attention needs tokamax; pip install 'slicewise[tpu]'.")
+    chip = chips.of_device_kind(device.device_kind)
+    return Kernel("splash", chip.name if chip else "", max_logit or None)
+
+
 def attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
+    v_BSKV: jax.Array,
     queries: Tokens,
     keys: Tokens,
     *,
-    window: jax.Array | int | None,
+    window: int | None,
     scale: float,
     softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
+    is_global: jax.Array | None = None,
+    kernel: Kernel = REFERENCE,
 ) -> jax.Array:
     """Causal attention within documents; a token sees ``window`` tokens, itself included (None = all).
 
-    Returns the context [B, T, N, H].
+    Where the traced ``is_global`` is true the window is ignored: one scan may run over layers of both kinds.
+    Returns the context [B, T, N, V], which with all else that a backward pass keeps is named CONTEXT.
     """
-    mask_BTS = visible(queries, keys, window)
-    return reference.attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale=scale, softcap=softcap)
+    operands = (q_BTNH, k_BSKH, v_BSKV, sinks_N)
+    if kernel.name == "splash":
+        assert queries is keys, "splash takes one row as queries and keys"
+
+        def attend(window: int | None) -> jax.Array:
+            return _splash(operands, queries.segments_BT, window, scale, softcap, kernel)
+
+        if window is None or is_global is None:
+            return attend(window)
+        return jax.lax.cond(is_global, lambda: attend(None), lambda: attend(window))
+    furthest = jnp.asarray(jnp.iinfo(jnp.int32).max if window is None else window, jnp.int32)
+    if is_global is not None:
+        furthest = jnp.where(is_global, jnp.iinfo(jnp.int32).max, furthest)
+    if kernel.name == "xla_chunked":
+        return _chunked(operands, queries, keys, furthest, scale, softcap)
+    mask_BTS = visible(queries, keys, None if window is None else furthest)
+    context_BTNV = reference.attention(
+        q_BTNH, k_BSKH, v_BSKV, mask_BTS, scale=scale, softcap=softcap, sinks_N=sinks_N
+    )
+    return checkpoint_name(context_BTNV, CONTEXT)
+
+
+def _splash(
+    operands: tuple,
+    segments_BT: jax.Array,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    kernel: Kernel,
+) -> jax.Array:
+    from slicewise.kernels.attention import splash
+
+    def on_device(
+        q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: Any
+    ) -> jax.Array:
+        return splash.attention(
+            q * scale,
+            k,
+            v,
+            sinks,
+            segments,
+            window=window,
+            softcap=softcap,
+            kernel=kernel,
+            residual_name=CONTEXT,
+        )
+
+    return _by_device(on_device, operands, (segments_BT,), (partition("batch", "sequence"),))
+
+
+def _chunked(
+    operands: tuple, queries: Tokens, keys: Tokens, window: jax.Array, scale: float, softcap: float | None
+) -> jax.Array:
+    def on_device(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        sinks: jax.Array | None,
+        rows: Any,
+        columns: Any,
+        window: Any,
+    ) -> jax.Array:
+        B, T, N, H = q.shape
+        K, V = v.shape[2:]
+        sinks = jnp.full(N, -jnp.inf) if sinks is None else sinks
+        q = (q * scale).reshape(B, T, K, N // K, H)
+        context = chunked.attention(
+            q, k, v, sinks.reshape(K, N // K), rows, columns, window, softcap, CONTEXT
+        )
+        return context.reshape(B, T, N, V)
+
+    places = tuple((w.positions_BT, w.segments_BT) for w in (queries, keys))
+    row = partition("batch", "sequence")
+    return _by_device(on_device, operands, (*places, window), ((row, row), (row, row), PartitionSpec()))
+
+
+def _by_device(
+    on_device: Callable[..., jax.Array], operands: tuple, others: tuple, specs: tuple
+) -> jax.Array:
+    """``on_device`` over the batch and heads axes of the mesh: neither rows nor heads see each other."""
+    by_head = partition("batch", "sequence", "heads", "head_dim")
+    by_kv_head = partition("batch", "sequence", "kv_heads", "head_dim")
+    return jax.shard_map(
+        on_device,
+        in_specs=(by_head, by_kv_head, by_kv_head, partition("heads"), *specs),
+        out_specs=by_head,
+        check_vma=False,  # a kernel call does not say over which axes its result varies
+    )(*operands, *others)
 
 
 def visible(queries: Tokens, keys: Tokens, window: jax.Array | int | None) -> jax.Array:

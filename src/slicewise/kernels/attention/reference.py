@@ -11,15 +11,17 @@ MASKED = -1e30  # finite, so that a fully masked row stays finite
 def attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
+    v_BSKV: jax.Array,
     mask_BTS: jax.Array,
     *,
     scale: float,
     softcap: float | None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention, logits and softmax in float32. N query heads share K key-value heads in groups.
 
-    Returns the context [B, T, N, H] in the dtype of ``v``.
+    ``sinks`` are one more logit of each head, which takes its share of the softmax and has no value (gpt-oss).
+    Returns the context [B, T, N, V], of the head dim and the dtype of ``v`` [B, S, K, V].
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
@@ -29,8 +31,20 @@ def attention(
     if softcap is not None:
         logits_BKGTS = softcap * jnp.tanh(logits_BKGTS / softcap)
     logits_BKGTS = jnp.where(mask_BTS[:, None, None], logits_BKGTS, MASKED)
-    weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BSKH.dtype)
-    context_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
+    if sinks_N is None:
+        weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BSKV.dtype)
+    else:
+        by_group = partition("kv_heads", "activation")
+        sinks_KG11 = jnp.reshape(sinks_N, (K, N // K), out_sharding=by_group)[:, :, None, None].astype(
+            jnp.float32
+        )
+        top_BKGT1 = jax.lax.stop_gradient(jnp.maximum(logits_BKGTS.max(-1, keepdims=True), sinks_KG11))
+        scores_BKGTS = jnp.exp(logits_BKGTS - top_BKGT1)
+        total_BKGT1 = scores_BKGTS.sum(-1, keepdims=True) + jnp.exp(sinks_KG11 - top_BKGT1)
+        weights_BKGTS = (scores_BKGTS / total_BKGT1).astype(v_BSKV.dtype)
+    context_BTKGV = jnp.einsum("BKGTS,BSKV->BTKGV", weights_BKGTS, v_BSKV)
     return jnp.reshape(
-        context_BTKGH, (B, T, N, H), out_sharding=partition("batch", "sequence", "heads", "head_dim")
+        context_BTKGV,
+        (B, T, N, v_BSKV.shape[3]),
+        out_sharding=partition("batch", "sequence", "heads", "head_dim"),
     )

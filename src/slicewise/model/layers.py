@@ -1,0 +1,69 @@
+"""What the blocks of a layer share: gathered weights, norms and the dense MLP.
+
+Dims in names: B batch, T tokens, D d_model, F d_ff.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from slicewise.catalog.model import ModelSpec
+from slicewise.model.linear import linear
+from slicewise.model.params import Norm
+from slicewise.model.remat import GATHERED, named
+from slicewise.parallel.rules import gathered, partition
+
+
+def weights_in(dtype: jnp.dtype) -> Callable[..., jax.Array]:
+    """How a stored weight is used: cast first, so that the all-gather moves the smaller type."""
+    return lambda w, *dims: checkpoint_name(gathered(w.astype(dtype), *dims), GATHERED)
+
+
+def normed(x: jax.Array, norm: Norm, spec: ModelSpec) -> jax.Array:
+    """RMS or layer norm over the last dim, in float32."""
+    x32 = x.astype(jnp.float32)
+    if norm.bias is not None:
+        x32 = x32 - x32.mean(-1, keepdims=True)
+    normal = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + spec.norm_eps)
+    scaled = normal * (1 + norm.scale if spec.zero_centered_norm else norm.scale)
+    return (scaled if norm.bias is None else scaled + norm.bias).astype(x.dtype)
+
+
+def activate(spec: ModelSpec, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+    """The hidden activations of an MLP from its products with ``w_gate`` (None where it has none) and ``w_up``."""
+    if spec.activation == "clamped_swiglu":
+        assert gate is not None
+        gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+        return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+    function = {
+        "silu": jax.nn.silu,
+        "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+        "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+        "relu": jax.nn.relu,
+    }[spec.activation]
+    return function(up) if gate is None else function(gate) * up
+
+
+def mlp(w: Any, spec: ModelSpec, h_BTD: jax.Array, weight: Callable, prefix: str = "") -> jax.Array:
+    """The dense MLP with the matrices of ``w``, Layers or Mlp, on normed tokens; ``prefix`` is of tensors' names."""
+    by_mlp = partition("batch", "sequence", "mlp")
+
+    def into(matrix: jax.Array, bias: jax.Array | None, name: str) -> jax.Array:
+        return named(biased(linear(h_BTD, weight(matrix, "embed", "mlp"), by_mlp), bias), prefix + name)
+
+    if w.w_gate is None:
+        hidden_BTF = activate(spec, None, into(w.w_up, w.b_up, "mlpwi_0"))
+    else:
+        gate_BTF = into(w.w_gate, w.b_gate, "mlpwi_0")
+        hidden_BTF = activate(spec, gate_BTF, into(w.w_up, w.b_up, "mlpwi_1"))
+    whole = partition("batch", "sequence", "activation")
+    return named(
+        biased(linear(hidden_BTF, weight(w.w_down, "mlp", "embed"), whole), w.b_down), f"{prefix}mlpwo"
+    )
+
+
+def biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return x if bias is None else x + bias.astype(x.dtype)
