@@ -67,7 +67,9 @@ def replica_groups(text: str) -> np.ndarray:
             ids = ids.transpose(tuple(map(int, found[3].split(","))))
         return ids.reshape(shape)
     if text.startswith("{{"):
-        return np.array([list(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", text[: text.index("}}") + 1])])
+        return np.array(
+            [list(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", text[: text.index("}}") + 1])]
+        )
     raise ValueError(f"replica groups of an unknown form: {text[:80]}")
 
 

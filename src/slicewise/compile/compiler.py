@@ -34,7 +34,12 @@ DUMPS = "--xla_dump_hlo_as_text --xla_dump_compact_gte=false"
 # What decides a program besides the config: a change of any of it is another program.
 SOURCES = ("model", "kernels", "parallel", "compile", "train", "catalog")
 PACKAGES = ("jax", "jaxlib", "libtpu", "optax")
-IRRELEVANT = ("run", "checkpoint", "evaluation", "metrics")  # sections of the config that no program depends on
+IRRELEVANT = (
+    "run",
+    "checkpoint",
+    "evaluation",
+    "metrics",
+)  # sections of the config that no program depends on
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,9 @@ class _Child:
         finally:
             usage = _end(process)
         if stopped not in (None, "schedule"):
-            raise UserError(f"the compiler was stopped: it {stopped}. Its log: {self.log}", code=ExitCode.INTERNAL)
+            raise UserError(
+                f"the compiler was stopped: it {stopped}. Its log: {self.log}", code=ExitCode.INTERNAL
+            )
         facts = self._facts(process, stopped == "schedule")
         return facts | {
             "cpu_s": usage.ru_utime + usage.ru_stime,
@@ -205,7 +212,11 @@ class _Child:
         outcome = {"error": None, "kind": ""}
         if not has_schedule:
             if not (self.work / "outcome.json").exists():
-                how = f"signal {-process.returncode}" if process.returncode < 0 else f"code {process.returncode}"
+                how = (
+                    f"signal {-process.returncode}"
+                    if process.returncode < 0
+                    else f"code {process.returncode}"
+                )
                 raise UserError(f"the compiler crashed ({how}). Its log: {self.log}", code=ExitCode.INTERNAL)
             outcome = json.loads((self.work / "outcome.json").read_text())
         message = outcome["error"]
@@ -213,7 +224,9 @@ class _Child:
             shutil.rmtree(self.work)
             raise UserError(message)
         if message and "CompileTimeHbmOom" not in message and "memory space hbm" not in message:
-            raise UserError(f"the compiler refuses this program: {message.splitlines()[0]} Its log: {self.log}")
+            raise UserError(
+                f"the compiler refuses this program: {message.splitlines()[0]} Its log: {self.log}"
+            )
         facts = json.loads((self.work / "facts.json").read_text())
         return facts | {"out_of_memory": message}
 

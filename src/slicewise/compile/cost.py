@@ -84,7 +84,9 @@ class _Work:
 
 def _work(module: Module, computation: Computation, instruction: Instruction) -> _Work:
     if instruction.opcode != "fusion":
-        read = sum(a.bytes for name in instruction.operands for a in _shape(computation, name) if a.space == HBM)
+        read = sum(
+            a.bytes for name in instruction.operands for a in _shape(computation, name) if a.space == HBM
+        )
         written = sum(a.bytes for a in instruction.shape if a.space == HBM)
         if instruction.opcode == "dynamic-slice":
             read = written
@@ -92,7 +94,9 @@ def _work(module: Module, computation: Computation, instruction: Instruction) ->
             update = sum(a.bytes for a in _shape(computation, instruction.operands[1]))
             read = written = update
         flops, eight_bit = _flops(computation, instruction)
-        return _Work(flops, read + written, sum(a.elements for a in instruction.shape) if not flops else 0.0, eight_bit)
+        return _Work(
+            flops, read + written, sum(a.elements for a in instruction.shape) if not flops else 0.0, eight_bit
+        )
     inner = module.computations[instruction.called[0]]
     flops, elements, eight_bit = _inner_work(module, inner)
     moved = 0.0
@@ -112,7 +116,11 @@ def _inner_work(module: Module, inner: Computation) -> tuple[float, float, bool]
         elif i.opcode in ("convolution", "dot"):
             f, b = _flops(inner, i)
             flops, eight_bit = flops + f, eight_bit or b
-        elif i.opcode not in FREE and i.opcode not in ("broadcast", "reshape", "custom-call") and not _is_collective(i):
+        elif (
+            i.opcode not in FREE
+            and i.opcode not in ("broadcast", "reshape", "custom-call")
+            and not _is_collective(i)
+        ):
             elements += max((a.elements for a in i.shape), default=0)
     return flops, elements, eight_bit
 
@@ -163,7 +171,9 @@ def _read_bytes(inner: Computation, parameter: Instruction, given: tuple[Array, 
     uses = _uses(inner).get(parameter.name, ())
     if all(_is_collective(u) or u.opcode in ("custom-call", "tuple") for u in uses):
         return 0.0  # passed on to a collective that goes on beside the fusion
-    if uses and all(u.opcode in ("dynamic-slice", "slice", "gather") and u.operands[0] == parameter.name for u in uses):
+    if uses and all(
+        u.opcode in ("dynamic-slice", "slice", "gather") and u.operands[0] == parameter.name for u in uses
+    ):
         return min(full, sum(a.bytes for u in uses for a in u.shape))
     if uses and all(u.opcode == "dynamic-update-slice" and u.operands[0] == parameter.name for u in uses):
         return 0.0  # updated in place
@@ -183,7 +193,11 @@ def _uses(inner: Computation) -> dict[str, list[Instruction]]:
             uses.setdefault(o, []).append(i)
             if o in alias:
                 seen = Instruction(
-                    i.name, i.opcode, i.shape_text, i.operand_text.replace(f"%{o}", f"%{alias[o]}", 1), i.attributes
+                    i.name,
+                    i.opcode,
+                    i.shape_text,
+                    i.operand_text.replace(f"%{o}", f"%{alias[o]}", 1),
+                    i.attributes,
                 )
                 uses.setdefault(alias[o], []).append(seen)
     return uses
@@ -195,7 +209,11 @@ def _written_bytes(inner: Computation, instruction: Instruction) -> float:
     results = [inner.instructions[o] for o in root.operands] if root.opcode == "tuple" else [root]
     total = 0.0
     for result, array in zip(results, instruction.shape, strict=False):
-        while result.opcode in ("bitcast", "copy") and result.operands and result.operands[0] in inner.instructions:
+        while (
+            result.opcode in ("bitcast", "copy")
+            and result.operands
+            and result.operands[0] in inner.instructions
+        ):
             result = inner.instructions[result.operands[0]]
         if array.space != HBM or result.opcode == "parameter" or _is_collective(result):
             continue
@@ -219,7 +237,9 @@ def _custom_call(computation: Computation, instruction: Instruction, device: Dev
         return _grouped(computation, instruction, device)
     moved = sum(a.bytes for name in instruction.operands for a in _shape(computation, name) if a.space == HBM)
     moved += sum(a.bytes for a in instruction.shape if a.space == HBM)
-    return OpCost("kernel", moved / (device.hbm_bytes_per_s * rates()[device.name].hbm_efficiency), 0.0, moved)
+    return OpCost(
+        "kernel", moved / (device.hbm_bytes_per_s * rates()[device.name].hbm_efficiency), 0.0, moved
+    )
 
 
 def _splash(computation: Computation, instruction: Instruction, device: Device) -> OpCost:
@@ -295,4 +315,6 @@ def _grouped(computation: Computation, instruction: Instruction, device: Device)
     peak = device.peak_flops_per_s("int8" if rows.dtype.startswith(("f8", "s8")) else "bf16")
     efficiency = rates()[device.name].matmul_efficiency * device.kernels.grouped_efficiency
     moved = sum(s.bytes for s in shapes) + out.bytes
-    return OpCost("grouped matmul", max(flops / (peak * efficiency), moved / device.hbm_bytes_per_s), flops, moved)
+    return OpCost(
+        "grouped matmul", max(flops / (peak * efficiency), moved / device.hbm_bytes_per_s), flops, moved
+    )

@@ -25,7 +25,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"(?:calls|body|condition|to_apply|true_computation|false_computation)=%([\w.\-]+)")
 _CALLED_LIST = re.compile(r"(?:called_computations|branch_computations)=\{([^}]*)\}")
 _SPACE = re.compile(r"S\((\d+)\)")
-_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)")
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)\}")
 
 
@@ -122,7 +122,9 @@ class Instruction:
     @property
     def estimated_cycles(self) -> float | None:
         """The compiler's own, of a TensorCore; None before code generation and for what it does not estimate."""
-        found = re.search(r'"estimated_cycles":"(\d{1,15})"', self.attributes)  # longer: the largest integer, no estimate
+        found = re.search(
+            r'"estimated_cycles":"(\d{1,15})"', self.attributes
+        )  # longer: the largest integer, no estimate
         return float(found[1]) if found else None
 
 
@@ -133,7 +135,9 @@ class Computation:
 
     @functools.cached_property
     def root(self) -> Instruction:
-        return next((i for i in self.instructions.values() if i.is_root), list(self.instructions.values())[-1])
+        return next(
+            (i for i in self.instructions.values() if i.is_root), list(self.instructions.values())[-1]
+        )
 
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
@@ -141,28 +145,35 @@ class Computation:
         return tuple(sorted(found, key=lambda i: int(i.operand_text)))
 
 
+@dataclass(frozen=True)
+class Frame:
+    """One line of our source on the way to an instruction."""
+
+    file: str
+    function: str
+    line: int
+
+
 @dataclass(frozen=True, eq=False)
 class Module:
-    """A scheduled program. ``frames`` gives the source lines of a stack_frame_id, the innermost first."""
+    """A scheduled program, with the source lines that its instructions come from."""
 
     computations: Mapping[str, Computation]
     entry: Computation
-    files: Mapping[int, str] = field(default_factory=dict)
-    locations: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # id -> (file, line)
-    stack: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # id -> (location, parent)
+    locations: Mapping[int, Frame] = field(default_factory=dict)
+    stack: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # stack_frame_id -> (location, parent)
 
-    def source(self, frame: int) -> list[str]:
-        """``file:line`` of every frame from ``frame`` outwards."""
-        lines: list[str] = []
-        while frame in self.stack and len(lines) < 50:
+    def frames(self, frame: int) -> list[Frame]:
+        """The lines of a stack_frame_id, the innermost first."""
+        found: list[Frame] = []
+        while frame in self.stack and len(found) < 50:
             location, parent = self.stack[frame]
-            file, line = self.locations.get(location, (0, 0))
-            if file in self.files:
-                lines.append(f"{self.files[file]}:{line}")
+            if location in self.locations:
+                found.append(self.locations[location])
             if parent == frame:
                 break
             frame = parent
-        return lines
+        return found
 
 
 def parse(text: str) -> Module:
@@ -227,22 +238,25 @@ def _balanced(text: str, start: int) -> str:
     return text[start:position]
 
 
-def _tables(head: str) -> tuple[dict, dict, dict]:
+def _tables(head: str) -> tuple[dict[int, Frame], dict[int, tuple[int, int]]]:
     """The tables of source lines above the computations."""
-    files: dict[int, str] = {}
-    locations: dict[int, tuple[int, int]] = {}
+    names: dict[str, dict[int, str]] = {"FileNames": {}, "FunctionNames": {}}
+    locations: dict[int, Frame] = {}
     stack: dict[int, tuple[int, int]] = {}
     section = ""
     for line in head.splitlines():
         if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
             section = line
-        elif section == "FileNames" and (found := re.match(r'^(\d+) "(.*)"$', line)):
-            files[int(found[1])] = found[2]
+        elif section in names and (found := re.match(r'^(\d+) "(.*)"$', line)):
+            names[section][int(found[1])] = found[2]
         elif section == "FileLocations" and (found := _LOCATION.match(line)):
-            locations[int(found[1])] = int(found[2]), int(found[3])
+            number, file, function, at = map(int, found.groups())
+            locations[number] = Frame(
+                names["FileNames"].get(file, ""), names["FunctionNames"].get(function, ""), at
+            )
         elif section == "StackFrames" and (found := _FRAME.match(line)):
             stack[int(found[1])] = int(found[2]), int(found[3])
-    return files, locations, stack
+    return locations, stack
 
 
 # --- loops -----------------------------------------------------------------------------------------------------------
@@ -344,7 +358,13 @@ def _step(module: Module, body: Computation, index: int) -> int | None:
     root = body.root
     name = root.operands[index] if root.opcode == "tuple" else ""
     instruction = body.instructions.get(name)
-    while instruction is not None and instruction.opcode in ("copy", "bitcast", "convert", "copy-done", "copy-start"):
+    while instruction is not None and instruction.opcode in (
+        "copy",
+        "bitcast",
+        "convert",
+        "copy-done",
+        "copy-start",
+    ):
         instruction = body.instructions.get(instruction.operands[0])
     if instruction is None:
         return None

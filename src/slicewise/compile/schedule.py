@@ -47,7 +47,9 @@ class Span:
 class Totals:
     """Sums over the whole program, by (kind, place in the model) and by what was waited for."""
 
-    seconds: dict[tuple[str, str], float] = field(default_factory=dict)  # of the core: (kind, instruction's op_name)
+    seconds: dict[tuple[str, str], float] = field(
+        default_factory=dict
+    )  # of the core: (kind, instruction's op_name)
     busy: dict[str, float] = field(default_factory=dict)  # of each resource
     communication: dict[str, float] = field(default_factory=dict)  # label -> seconds, hidden or not
     communication_bytes: dict[str, float] = field(default_factory=dict)
@@ -104,7 +106,10 @@ class _Player:
             if instruction.opcode == "while":
                 self._loop(computation, instruction, totals, depth, record)
             elif instruction.opcode == "conditional":
-                branch = max((self.module.computations[c] for c in instruction.called), key=lambda c: len(c.instructions))
+                branch = max(
+                    (self.module.computations[c] for c in instruction.called),
+                    key=lambda c: len(c.instructions),
+                )
                 totals.add(self.run(branch, depth=depth, record=record), 1)
             elif instruction.opcode == "call":
                 inner = self.module.computations[instruction.called[0]]
@@ -137,7 +142,11 @@ class _Player:
         """The state that decides how the next round goes, as seen from now."""
         ahead = sorted((r, round((t - self.now_s) / STEADY)) for r, t in self.free.items() if t > self.now_s)
         return tuple(ahead), tuple(
-            sorted((name, round((end - self.now_s) / STEADY)) for name, (end, _) in self.pending.items() if end > self.now_s)
+            sorted(
+                (name, round((end - self.now_s) / STEADY))
+                for name, (end, _) in self.pending.items()
+                if end > self.now_s
+            )
         )
 
     def _skip(self, seconds: float) -> None:
@@ -148,7 +157,9 @@ class _Player:
                 self.free[resource] = end_s + seconds
         self.pending = {n: (e + seconds if e > was_s else e, w) for n, (e, w) in self.pending.items()}
 
-    def _step(self, computation: Computation, i: Instruction, totals: Totals, depth: int, record: bool) -> None:
+    def _step(
+        self, computation: Computation, i: Instruction, totals: Totals, depth: int, record: bool
+    ) -> None:
         started = self._done_of(computation, i)
         if started is not None:
             self._wait(i, started, totals, depth, record)
@@ -167,7 +178,9 @@ class _Player:
                 self.spans.append(Span(resource, begin_s, work.seconds, i, work, depth))
         if work.kind in ("collective", "host copy"):
             totals.communication[work.label] = totals.communication.get(work.label, 0.0) + work.seconds
-            totals.communication_bytes[work.label] = totals.communication_bytes.get(work.label, 0.0) + work.bytes_
+            totals.communication_bytes[work.label] = (
+                totals.communication_bytes.get(work.label, 0.0) + work.bytes_
+            )
         if work.kind == "host copy":
             totals.host_bytes += work.bytes_
         if work.is_start:
@@ -207,7 +220,12 @@ class _Player:
                 if name in self.pending:
                     return name
                 source = computation.instructions.get(name)
-                through = source and source.opcode in ("get-tuple-element", "bitcast", "async-update", "fusion")
+                through = source and source.opcode in (
+                    "get-tuple-element",
+                    "bitcast",
+                    "async-update",
+                    "fusion",
+                )
                 name = source.operands[0] if source and through and source.operands else None
         return ""
 
@@ -237,5 +255,17 @@ def _calls(module: Module, i: Instruction) -> Iterator[Instruction]:
                 yield j
 
 
-__all__ = ["COPY", "CORE", "DCN", "HOST", "SPARSECORE", "OpCost", "Replay", "Span", "Totals", "Work", "replay"]
+__all__ = [
+    "COPY",
+    "CORE",
+    "DCN",
+    "HOST",
+    "SPARSECORE",
+    "OpCost",
+    "Replay",
+    "Span",
+    "Totals",
+    "Work",
+    "replay",
+]
 Shares = Mapping[str, float]

@@ -42,7 +42,9 @@ class Describer:
         price = cost.op_cost(module, computation, i, self.device)
         if price.seconds == 0:
             return None
-        return Work(price.kind, price.seconds, flops=price.flops, bytes_=price.hbm_bytes, estimated=price.estimated)
+        return Work(
+            price.kind, price.seconds, flops=price.flops, bytes_=price.hbm_bytes, estimated=price.estimated
+        )
 
     def _fused_collective(self, module: Module, i: Instruction) -> Work | None:
         """A fusion that starts a collective, or that is one: an all-reduce of which a device keeps its part."""
@@ -65,7 +67,12 @@ class Describer:
         return _work(known, i, starts=is_start(module, i))
 
     def _async(
-        self, module: Module, computation: Computation, i: Instruction, start: Instruction, operands: tuple[str, ...]
+        self,
+        module: Module,
+        computation: Computation,
+        i: Instruction,
+        start: Instruction,
+        operands: tuple[str, ...],
     ) -> Work:
         """Something on another unit: a collective or a gather on the SparseCores, a copy to or from a memory."""
         inner = module.computations[start.called[0]]
@@ -104,7 +111,9 @@ class Describer:
         return self.device.hbm_bytes_per_s * cost.rates()[self.device.name].hbm_efficiency
 
     def _host(self, moved: float) -> Work:
-        return Work("host copy", moved / self.device.host_bytes_per_s, (HOST_LINK,), "host", moved, is_start=True)
+        return Work(
+            "host copy", moved / self.device.host_bytes_per_s, (HOST_LINK,), "host", moved, is_start=True
+        )
 
     def _dcn(self, computation: Computation, i: Instruction) -> Work:
         """A transfer of the multislice runtime. What leaves counts; a receipt ends with what was sent before it."""
@@ -162,4 +171,6 @@ def _bytes(computation: Computation, names: tuple[str, ...]) -> float:
 
 
 def _crosses_to_host(shape: tuple[Array, ...], computation: Computation, i: Instruction) -> bool:
-    return any(a.space == HOST for a in (*shape, *(a for name in i.operands for a in _shape(computation, name))))
+    return any(
+        a.space == HOST for a in (*shape, *(a for name in i.operands for a in _shape(computation, name)))
+    )

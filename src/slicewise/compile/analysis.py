@@ -1,0 +1,152 @@
+"""From what the compiler left to what a person asks: does it fit, how long is a step, where does the time go."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from slicewise.compile import hlo
+from slicewise.compile.collectives import Layout
+from slicewise.compile.compiler import Compiled, Request
+from slicewise.compile.memory import Memory, memory_of
+from slicewise.compile.places import part_of, pass_of
+from slicewise.compile.schedule import COPY, HOST, SPARSECORE, Replay, Totals, replay
+from slicewise.compile.work import Describer
+from slicewise.costs.device import Device, device_of
+from slicewise.costs.flops import model_flops
+from slicewise.costs.shapes import model_shape
+from slicewise.costs.step import StepEstimate
+from slicewise.interop.huggingface import load_spec
+
+_WAITS = {HOST: "host copies", COPY: "copies between memories", SPARSECORE: "sparsecore"}
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Collectives over one set of mesh axes, of one device and one step."""
+
+    axes: str  # 'fsdp', 'dcn data'
+    bytes_: float
+    seconds: float
+    exposed_s: float
+
+    @property
+    def overlapped_s(self) -> float:
+        return max(0.0, self.seconds - self.exposed_s)
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A compiled program, read. ``estimate`` is the record that plan and measurement give too."""
+
+    request: Request
+    estimate: StepEstimate
+    memory: Memory
+    module: hlo.Module
+    replay: Replay
+    seconds: Mapping[tuple[str, str], float]  # of the core, by (part of the model, pass)
+    communication: tuple[Communication, ...]  # the longest first
+    flops: Mapping[str, float]  # of one device, by pass
+    estimated_share: float  # of the core's seconds, from the compiler's own cycles
+    cpu_s: float  # that compiling took
+    wall_s: float
+    peak_rss_bytes: float
+    from_cache: bool
+    out_of_memory: str | None  # the compiler's message
+
+    @property
+    def fits(self) -> bool:
+        return self.out_of_memory is None and self.memory.fits
+
+    @property
+    def hardware_utilisation(self) -> float:
+        """Share of the bf16 peak spent on all FLOPs of the program, recomputed ones too."""
+        peak = self.estimate.peak_flops_per_s / self.estimate.devices
+        return sum(self.flops.values()) / (self.estimate.step_time_s * peak)
+
+
+def analyse(compiled: Compiled) -> CompiledStep:
+    """Reads what ``compiled`` holds. Raises ValueError for a dump of an unknown form."""
+    request = compiled.request
+    device = device_of(request.cluster.chip)
+    module = hlo.parse(compiled.text("scheduled.hlo"))
+    layout = Layout(request.cluster, compiled.facts["mesh"], np.array(compiled.facts["devices"]))
+    played = replay(module, Describer(layout, device))
+    memory = memory_of(
+        module, compiled.text("buffers.txt"), compiled.text("live_ranges.txt"), device.hbm_bytes
+    )
+    instructions = {i.name: i for c in module.computations.values() for i in c.instructions.values()}
+    where = functools.cache(lambda name: (part_of(module, instructions[name]), pass_of(instructions[name])))
+    seconds: dict[tuple[str, str], float] = {}
+    flops: dict[str, float] = {}
+    for (_, name), spent in played.totals.seconds.items():
+        seconds[where(name)] = seconds.get(where(name), 0.0) + spent
+    for name, done in played.totals.flops.items():
+        flops[where(name)[1]] = flops.get(where(name)[1], 0.0) + done
+    return CompiledStep(
+        request=request,
+        estimate=_estimate(request, device, played, memory, where),
+        memory=memory,
+        module=module,
+        replay=played,
+        seconds=seconds,
+        communication=_communication(played.totals),
+        flops={name: done for name, done in flops.items() if done},
+        estimated_share=1.0 if request.depth == "full" else 0.0,
+        cpu_s=compiled.facts["cpu_s"],
+        wall_s=compiled.facts["wall_s"],
+        peak_rss_bytes=compiled.facts["peak_rss_bytes"],
+        from_cache=compiled.from_cache,
+        out_of_memory=compiled.out_of_memory,
+    )
+
+
+def _communication(totals: Totals) -> tuple[Communication, ...]:
+    rows = [
+        Communication(axes, totals.communication_bytes[axes], spent, totals.exposed.get(axes, 0.0))
+        for axes, spent in totals.communication.items()
+        if axes not in _WAITS
+    ]
+    return tuple(sorted(rows, key=lambda c: -c.seconds))
+
+
+def _estimate(request: Request, device: Device, played: Replay, memory: Memory, where) -> StepEstimate:
+    config, cluster, totals = request.config, request.cluster, played.totals
+    shape = model_shape(load_spec(config.model.model))
+    seq, batch = config.data.sequence_length, config.data.global_batch_size
+    tokens = batch if request.program == "decode" else batch * seq
+    compute: dict[str, float] = {}
+    for (kind, name), spent in totals.seconds.items():
+        named = _compute_name(kind, *where(name))
+        compute[named] = compute.get(named, 0.0) + spent
+    axes = [a for a in totals.communication if a not in _WAITS]
+    share = 1.0 if request.program == "update" else 1 / 3  # without a backward pass
+    return StepEstimate(
+        source="compile",
+        step_time_s=played.seconds,
+        compute_s=compute,
+        exposed_s={a: totals.exposed.get(a, 0.0) for a in axes},
+        communication_s={a: totals.communication[a] for a in axes},
+        other_s={named: totals.exposed.get(label, 0.0) for label, named in _WAITS.items()},
+        hbm_bytes=memory.hbm_bytes,
+        host_bytes=memory.host_bytes,
+        hbm_limit_bytes=memory.limit_bytes,
+        tokens=tokens,
+        devices=cluster.devices,
+        model_flops=share * model_flops(shape, tokens, seq),
+        peak_flops_per_s=device.flops_per_s * cluster.devices,
+    )
+
+
+def _compute_name(kind: str, part: str, of_pass: str) -> str:
+    """The name that costs.step gives to this kind of work."""
+    if of_pass == "update":
+        return "optimizer"
+    if part in ("output", "embedding"):
+        return "output"
+    if kind == "attention":
+        return "attention"
+    if kind in ("matmul", "grouped matmul"):
+        return "matmul"
+    return "routing" if part == "experts" else "memory"

@@ -1,0 +1,228 @@
+"""What a compiled program holds in memory, from the compiler's own assignment of buffers: by component, by buffer, and
+over the schedule."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slicewise.compile.hlo import HBM, HOST, Instruction, Module
+from slicewise.compile.places import origin
+
+_ALLOCATION = re.compile(r"^allocation (\d+): size (\d+)(?:, color (\d+))?, (.*):$")
+_VALUE = re.compile(
+    r"^ value: <\d+ ([\w.\-]+)((?:\{[\d,]*\})?)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$"
+)
+_ARGUMENT = re.compile(r"parameter (\d+)")
+_RANGE = re.compile(r"^    ([\w.\-]+)(\{[\d,]*\}):(\d+)-(\d+)$")
+_STEP = re.compile(r"^    (\d+):([\w.\-]+)$")
+SHOWN_BUFFERS = 12
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of the program and its place within an allocation."""
+
+    name: str
+    index: str  # {} or {3}: the element of a tuple
+    bytes: int
+    offset: int
+    shape: str
+
+
+@dataclass(frozen=True)
+class Allocation:
+    bytes: int
+    space: int
+    argument: int | None  # number of the entry parameter, None for what is not one
+    kind: str  # the compiler's words: 'preallocated-temp', 'constant', ...
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory held at the peak: one buffer, whatever values take turns in it."""
+
+    bytes: float
+    component: str
+    shape: str
+    op_name: str
+    source: str  # file:line, empty for an argument
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one device. ``over_schedule`` is (instruction, bytes of HBM) along the schedule, loops once."""
+
+    hbm_bytes: Mapping[str, float]  # by component
+    host_bytes: float
+    limit_bytes: float
+    largest: tuple[Buffer, ...]
+    over_schedule: tuple[tuple[str, float], ...]
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.hbm_bytes.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.limit_bytes
+
+
+def parse_allocations(text: str) -> list[Allocation]:
+    """The allocations of a buffer-assignment dump."""
+    found: list[Allocation] = []
+    values: list[Value] = []
+    head: tuple[int, int, int | None, str] | None = None
+    for line in text.splitlines():
+        if match := _ALLOCATION.match(line):
+            if head:
+                found.append(Allocation(*head, tuple(values)))
+            argument = _ARGUMENT.search(match[4])
+            kind = "argument" if argument else match[4].split(", ")[-1]
+            head = int(match[2]), int(match[3] or 0), int(argument[1]) if argument else None, kind
+            values = []
+        elif head and (match := _VALUE.match(line)):
+            values.append(Value(match[1], match[2] or "{}", int(match[3]), int(match[4]), match[5]))
+    if head:
+        found.append(Allocation(*head, tuple(values)))
+    return found
+
+
+def parse_live_ranges(text: str) -> tuple[list[str], dict[tuple[str, str], tuple[int, int]]]:
+    """(instructions in the order of the schedule, bodies of loops once; (value, index) -> first and last step)."""
+    steps: list[str] = []
+    ranges: dict[tuple[str, str], tuple[int, int]] = {}
+    for line in text.splitlines():
+        if match := _RANGE.match(line):
+            ranges[match[1], match[2]] = int(match[3]), int(match[4])
+        elif match := _STEP.match(line):
+            steps.append(match[2])
+    return steps, ranges
+
+
+def memory_of(module: Module, buffers: str, live_ranges: str, limit_bytes: float) -> Memory:
+    """From the compiler's dumps ``buffers`` and ``live_ranges``; bytes of HBM as the compiler counts them: arguments,
+    temporaries and results that are no arguments. Host memory stands apart."""
+    allocations = parse_allocations(buffers)
+    steps, ranges = parse_live_ranges(live_ranges)
+    instructions = {i.name: i for c in module.computations.values() for i in c.instructions.values()}
+    arguments = {int(i.operand_text): i for i in module.entry.parameters}
+    components: dict[str, float] = {}
+    held: list[Buffer] = []
+    fixed, host = 0.0, 0.0
+    temporaries: list[Allocation] = []
+    for a in allocations:
+        if "thread-local" in a.kind or a.space not in (HBM, HOST):
+            continue
+        if a.space == HOST:
+            host += a.bytes
+        elif a.kind == "preallocated-temp":
+            temporaries.append(a)
+        else:
+            component = _argument_component(arguments, a.argument) if a.argument is not None else "other"
+            components[component] = components.get(component, 0.0) + a.bytes
+            fixed += a.bytes
+            if a.argument is not None and a.argument in arguments:
+                op_name = arguments[a.argument].op_name
+                held.append(Buffer(a.bytes, component, arguments[a.argument].shape_text, op_name, ""))
+    profile = np.zeros(len(steps) + 1)
+    for a in temporaries:
+        for component, size in _temporaries(module, a, steps, ranges, instructions, profile, held).items():
+            components[component] = components.get(component, 0.0) + size
+    held.sort(key=lambda b: -b.bytes)
+    over = tuple((step, fixed + float(b)) for step, b in zip(steps, profile, strict=False))
+    return Memory(components, host, limit_bytes, tuple(held[:SHOWN_BUFFERS]), over)
+
+
+def _argument_component(arguments: Mapping[int, Instruction], number: int) -> str:
+    name = arguments[number].op_name if number in arguments else ""
+    if ".params" in name or name.startswith("params"):
+        return "weights"
+    if "opt_state" in name:
+        return "optimizer"
+    return "cache" if "cache" in name else "batch"
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Bytes of a temporary allocation that hold a value from one step to another."""
+
+    start: int
+    end: int
+    offset: int
+    value: Value
+
+
+def _temporaries(
+    module: Module,
+    allocation: Allocation,
+    steps: Sequence[str],
+    ranges: Mapping[tuple[str, str], tuple[int, int]],
+    instructions: Mapping[str, Instruction],
+    profile: np.ndarray,
+    held: list[Buffer],
+) -> dict[str, float]:
+    """Components of the temporaries at the step where most are live; what no live value explains is fragmentation."""
+    regions = _regions(allocation, ranges)
+    live = np.zeros(len(profile) + 1)
+    for r in regions:
+        live[r.start] += r.value.bytes
+        live[min(r.end + 1, len(profile))] -= r.value.bytes
+    live = np.cumsum(live)[: len(profile)]
+    profile += live
+    peak = int(live.argmax())
+    boundary = _boundary(module, steps)
+    components: dict[str, float] = {}
+    for r in regions:
+        if not r.start <= peak <= r.end:
+            continue
+        crosses = boundary is not None and r.start < boundary <= r.end
+        component = "saved activations" if crosses else "temporaries"
+        components[component] = components.get(component, 0.0) + r.value.bytes
+        source = instructions.get(r.value.name)
+        held.append(Buffer(r.value.bytes, component, r.value.shape, *origin(module, source)))
+    components["fragmentation"] = allocation.bytes - sum(components.values())
+    return components
+
+
+def _regions(allocation: Allocation, ranges: Mapping[tuple[str, str], tuple[int, int]]) -> list[_Region]:
+    """Values that take turns in the same bytes without a gap (a loop's input, state and result) are one region."""
+    by_place: dict[tuple[int, int], list[_Region]] = {}
+    for value in allocation.values:
+        span = ranges.get((value.name, value.index))
+        if span is not None:
+            region = _Region(*span, value.offset, value)
+            by_place.setdefault((value.offset, value.bytes), []).append(region)
+    merged: list[_Region] = []
+    for regions in by_place.values():
+        regions.sort(key=lambda r: (r.start, r.end))
+        current = regions[0]
+        for r in regions[1:]:
+            if r.start <= current.end:
+                best = current.value if _says_more(current.value, r.value) else r.value
+                current = _Region(current.start, max(current.end, r.end), current.offset, best)
+            else:
+                merged.append(current)
+                current = r
+        merged.append(current)
+    return merged
+
+
+def _says_more(a: Value, b: Value) -> bool:
+    """Whether the name of ``a`` tells more than that of ``b`` about where it comes from."""
+    return not a.name.startswith(("while", "wide", "param", "get-tuple")) or b.name.startswith(
+        ("while", "wide")
+    )
+
+
+def _boundary(module: Module, steps: Sequence[str]) -> int | None:
+    """The step at which the backward pass over the layers begins; None in a program without one."""
+    backward = {
+        name
+        for i in module.entry.instructions.values()
+        if i.opcode == "while" and "transpose(" in i.op_name
+        for name in module.computations[i.attribute("body").lstrip("%")].instructions
+    }
+    return next((n for n, name in enumerate(steps) if name in backward), None)
