@@ -219,10 +219,10 @@ def _says_more(a: Value, b: Value) -> bool:
 
 def _boundary(module: Module, steps: Sequence[str]) -> int | None:
     """The step at which the backward pass over the layers begins; None in a program without one."""
-    backward = {
-        name
-        for i in module.entry.instructions.values()
-        if i.opcode == "while" and "transpose(" in i.op_name
-        for name in module.computations[i.attribute("body").lstrip("%")].instructions
-    }
+    backward: set[str] = set()
+    for i in module.entry.instructions.values():
+        if i.opcode == "while":
+            body = module.computations[i.attribute("body").lstrip("%")].instructions
+            if any("transpose(" in j.op_name for j in (i, *body.values())):
+                backward |= body.keys()
     return next((n for n, name in enumerate(steps) if name in backward), None)
