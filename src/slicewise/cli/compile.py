@@ -58,4 +58,14 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 
 def _files(arguments: argparse.Namespace, step: "CompiledStep", comparison: "Comparison") -> list[str]:
-    return []
+    """Writes the trace and the page that were asked for, and says which."""
+    written = []
+    if arguments.trace:
+        from slicewise.report import timeline
+
+        written.append(timeline.write(step, arguments.trace))
+    if arguments.html:
+        from slicewise.report import compiled_page
+
+        written.append(hardware.save_html(arguments.html, compiled_page.page(step, comparison)))
+    return written

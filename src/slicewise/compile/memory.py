@@ -47,7 +47,7 @@ class Buffer:
     bytes: float
     component: str
     shape: str
-    op_name: str
+    op_name: str  # of the instruction that makes it, or its name; of an argument its name
     source: str  # file:line, empty for an argument
 
 
@@ -165,7 +165,8 @@ def _temporaries(
     held: list[Buffer],
 ) -> dict[str, float]:
     """Components of the temporaries at the step where most are live; what no live value explains is fragmentation."""
-    regions = _regions(allocation, ranges)
+    origins = {v.name: origin(module, instructions.get(v.name)) for v in allocation.values}
+    regions = _regions(allocation, ranges, origins)
     live = np.zeros(len(profile) + 1)
     for r in regions:
         live[r.start] += r.value.bytes
@@ -181,40 +182,43 @@ def _temporaries(
         crosses = boundary is not None and r.start < boundary <= r.end
         component = "saved activations" if crosses else "temporaries"
         components[component] = components.get(component, 0.0) + r.value.bytes
-        source = instructions.get(r.value.name)
-        held.append(Buffer(r.value.bytes, component, r.value.shape, *origin(module, source)))
+        op_name, source = origins[r.value.name]
+        held.append(Buffer(r.value.bytes, component, r.value.shape, op_name or r.value.name, source))
     components["fragmentation"] = allocation.bytes - sum(components.values())
     return components
 
 
-def _regions(allocation: Allocation, ranges: Mapping[tuple[str, str], tuple[int, int]]) -> list[_Region]:
-    """Values that take turns in the same bytes without a gap (a loop's input, state and result) are one region."""
+def _regions(
+    allocation: Allocation,
+    ranges: Mapping[tuple[str, str], tuple[int, int]],
+    origins: Mapping[str, tuple[str, str]],
+) -> list[_Region]:
+    """Values that take turns in the same bytes without a gap (a loop's input, state and result) are one region, named
+    after the one that tells most of where it comes from."""
     by_place: dict[tuple[int, int], list[_Region]] = {}
     for value in allocation.values:
         span = ranges.get((value.name, value.index))
         if span is not None:
             region = _Region(*span, value.offset, value)
             by_place.setdefault((value.offset, value.bytes), []).append(region)
+
+    def telling(value: Value) -> tuple[bool, bool, bool]:
+        op_name, source = origins[value.name]
+        return bool(source), bool(op_name), not value.name.startswith(("while", "wide", "param", "get-tuple"))
+
     merged: list[_Region] = []
     for regions in by_place.values():
         regions.sort(key=lambda r: (r.start, r.end))
         current = regions[0]
         for r in regions[1:]:
             if r.start <= current.end:
-                best = current.value if _says_more(current.value, r.value) else r.value
+                best = max(current.value, r.value, key=telling)
                 current = _Region(current.start, max(current.end, r.end), current.offset, best)
             else:
                 merged.append(current)
                 current = r
         merged.append(current)
     return merged
-
-
-def _says_more(a: Value, b: Value) -> bool:
-    """Whether the name of ``a`` tells more than that of ``b`` about where it comes from."""
-    return not a.name.startswith(("while", "wide", "param", "get-tuple")) or b.name.startswith(
-        ("while", "wide")
-    )
 
 
 def _boundary(module: Module, steps: Sequence[str]) -> int | None:

@@ -40,15 +40,19 @@ def origin(module: Module, i: Instruction | None) -> tuple[str, str]:
 def places(module: Module, program: str) -> Mapping[str, tuple[str, str]]:
     """(part of the model, pass) of every instruction of ``program``, by name.
 
-    What says nothing of itself, as copies that the compiler added, belongs to the pass of its loop. Only a training
-    step has passes.
+    What says nothing of itself, as copies that the compiler added, belongs to the pass of its loop, and so do constants
+    that the compiler made within one. Only a training step has passes.
     """
     found = {}
     for computation in module.computations.values():
         usual = _usual_pass(computation) if computation is not module.entry else "update"
         for i in computation.instructions.values():
             told = _telling(module, i)
-            of_pass = (pass_of(told) if told.op_name else usual) if program == "update" else "forward"
+            of_pass = pass_of(told)
+            if program != "update":
+                of_pass = "forward"
+            elif of_pass == "update":
+                of_pass = usual
             found[i.name] = part_of(module, told, of_pass), of_pass
     return found
 

@@ -1,7 +1,7 @@
 """A compiled step as JSON and as tables: does it fit, how long is a step, where time and memory go."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -256,9 +256,13 @@ def memory_table(step: "CompiledStep") -> Table:
 
 def buffers_table(buffers: "Sequence[Buffer]") -> Table:
     made = table("component", "made by", "shape", "size", words=3)
-    for b in buffers:
-        made.add_row(b.component, source_of(b), b.shape.partition("{")[0], size(b.bytes))
+    for row in buffer_rows(buffers):
+        made.add_row(*row)
     return made
+
+
+def buffer_rows(buffers: "Sequence[Buffer]") -> list[list[str]]:
+    return [[b.component, source_of(b), b.shape.partition("{")[0], size(b.bytes)] for b in buffers]
 
 
 def time_table(step: "CompiledStep") -> Table:
@@ -385,7 +389,3 @@ def line_row(line: "Line") -> list[str]:
     before = "not priced" if line.planned is None else said(line.planned)
     sign = "+" if line.difference > 0 else "-"
     return [line.name, before, said(line.compiled), f"{sign}{said(abs(line.difference))}", line.note]
-
-
-def step_parts(step: "CompiledStep") -> Mapping[str, float]:
-    return training.step_parts(step.estimate)
