@@ -121,7 +121,7 @@ def _estimate(
     config, cluster, totals = request.config, request.cluster, played.totals
     shape = model_shape(load_spec(config.model.model))
     seq, batch = config.data.sequence_length, config.data.global_batch_size
-    tokens = batch if request.program == "decode" else batch * seq
+    tokens = {"decode": batch, "init": 0}.get(request.program, batch * seq)
     compute: dict[str, float] = {}
     for (kind, name), spent in totals.seconds.items():
         named = _compute_name(kind, *where[name])

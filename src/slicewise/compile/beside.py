@@ -17,7 +17,7 @@ MEMORY = {
     "saved activations": (("activations",), ("saved activations",)),
     "temporaries": (
         ("gradients", "working set", "logits"),
-        ("temporaries", "fragmentation", "batch", "cache", "other"),
+        ("temporaries", "fragmentation", "batch", "cache", "results", "other"),
     ),
 }
 

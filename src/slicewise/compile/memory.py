@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slicewise.compile.hlo import HBM, HOST, Instruction, Module
+from slicewise.compile.hlo import HBM, HOST, Computation, Instruction, Module
 from slicewise.compile.places import origin
 
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+)(?:, color (\d+))?, (.*):$")
@@ -121,12 +121,17 @@ def memory_of(module: Module, buffers: str, live_ranges: str, limit_bytes: float
         elif a.kind == "preallocated-temp":
             temporaries.append(a)
         else:
-            component = _argument_component(arguments, a.argument) if a.argument is not None else "other"
+            component = "results" if "live-out" in a.kind else "other"
+            if a.argument is not None:
+                component = _argument_component(arguments, a.argument)
             components[component] = components.get(component, 0.0) + a.bytes
             fixed += a.bytes
             if a.argument is not None and a.argument in arguments:
                 op_name = arguments[a.argument].op_name
                 held.append(Buffer(a.bytes, component, arguments[a.argument].shape_text, op_name, ""))
+            elif component == "results" and a.values:
+                maker = origin(module, instructions.get(a.values[0].name))
+                held.append(Buffer(a.bytes, component, a.values[0].shape, *maker))
     profile = np.zeros(len(steps) + 1)
     for a in temporaries:
         for component, size in _temporaries(module, a, steps, ranges, instructions, profile, held).items():
@@ -165,8 +170,13 @@ def _temporaries(
     held: list[Buffer],
 ) -> dict[str, float]:
     """Components of the temporaries at the step where most are live; what no live value explains is fragmentation."""
-    origins = {v.name: origin(module, instructions.get(v.name)) for v in allocation.values}
-    regions = _regions(allocation, ranges, origins)
+    makers = {v.name: _maker(module, instructions, v.name) for v in allocation.values}
+    origins = {name: origin(module, maker) for name, maker in makers.items()}
+    ranks = {
+        name: (makers[name] is not instructions.get(name), bool(source), bool(op_name), not _carried(name))
+        for name, (op_name, source) in origins.items()
+    }
+    regions = _regions(allocation, ranges, ranks)
     live = np.zeros(len(profile) + 1)
     for r in regions:
         live[r.start] += r.value.bytes
@@ -188,31 +198,54 @@ def _temporaries(
     return components
 
 
+def _carried(name: str) -> bool:
+    """Whether a value only passes through a loop."""
+    return name.startswith(("while", "wide", "param", "get-tuple"))
+
+
+def _maker(module: Module, instructions: Mapping[str, Instruction], name: str) -> Instruction | None:
+    """What computes a value. Of one that a loop writes slice by slice, what computes a slice."""
+    i = instructions.get(name)
+    if i is None or i.opcode != "fusion":
+        return i
+    inner = module.computations[i.called[0]]
+    written = _through(inner, inner.root)
+    if written.opcode != "dynamic-update-slice":
+        return i
+    value = _through(inner, inner.instructions[written.operands[1]])
+    if value.opcode != "parameter":
+        return value if value.frame else i
+    outer = instructions.get(i.operands[int(value.operand_text)])
+    return outer if outer is not None and origin(module, outer)[1] else i
+
+
+def _through(computation: Computation, i: Instruction) -> Instruction:
+    """What ``i`` is another form of."""
+    while i.opcode in ("bitcast", "reshape", "convert", "copy", "transpose") and i.operands:
+        i = computation.instructions[i.operands[0]]
+    return i
+
+
 def _regions(
     allocation: Allocation,
     ranges: Mapping[tuple[str, str], tuple[int, int]],
-    origins: Mapping[str, tuple[str, str]],
+    ranks: Mapping[str, tuple[bool, ...]],
 ) -> list[_Region]:
     """Values that take turns in the same bytes without a gap (a loop's input, state and result) are one region, named
-    after the one that tells most of where it comes from."""
+    after the one of the highest rank: that tells most of where it comes from."""
     by_place: dict[tuple[int, int], list[_Region]] = {}
     for value in allocation.values:
         span = ranges.get((value.name, value.index))
         if span is not None:
             region = _Region(*span, value.offset, value)
             by_place.setdefault((value.offset, value.bytes), []).append(region)
-
-    def telling(value: Value) -> tuple[bool, bool, bool]:
-        op_name, source = origins[value.name]
-        return bool(source), bool(op_name), not value.name.startswith(("while", "wide", "param", "get-tuple"))
-
     merged: list[_Region] = []
     for regions in by_place.values():
         regions.sort(key=lambda r: (r.start, r.end))
         current = regions[0]
         for r in regions[1:]:
             if r.start <= current.end:
-                best = max(current.value, r.value, key=telling)
+                best = max(current.value, r.value, key=lambda v: ranks[v.name])
                 current = _Region(current.start, max(current.end, r.end), current.offset, best)
             else:
                 merged.append(current)
