@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -117,6 +118,18 @@ class Parallelism(Part):
         return {axis: getattr(self, f"{network}_{axis}_parallelism") for axis in AXES}
 
 
+def _listed(value: Any) -> Any:
+    """A list may be written as one string with commas between, as on a command line."""
+    return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+
+
+class Compiler(Part):
+    compiler_flags: typing.Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """For TPUs: groups of 'slicewise flags list' and flag=value, over the chip's defaults."""
+    scoped_vmem_limit_kib: NonNegativeInt = 0
+    """For TPUs: VMEM that one fusion or kernel may use; 0 = the compiler's limit."""
+
+
 class Optimizer(Part):
     learning_rate: PositiveFloat = 3e-4
     """Peak of the schedule."""
@@ -168,6 +181,7 @@ class RunConfig(Part):
     model: Model = Model()
     data: Data = Data()
     parallelism: Parallelism = Parallelism()
+    compiler: Compiler = Compiler()
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()

@@ -126,6 +126,8 @@ class _Run:
             self.stack.callback(writer.close)
         meter = _Meter(self.config, self.step, self.report, writer)
         self._say(self._describe())
+        if options := self.step.compiler_options:
+            self._say(f"compiler flags: {' '.join(f'{flag}={value}' for flag, value in options.items())}")
         for number in range(self.start + 1, config.run.steps + 1):
             self._profile(number, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
@@ -179,7 +181,11 @@ class _Run:
         data_state[self.rows] = loader.state
         if jax.process_count() > 1:  # rows held by several processes have equal states, absent ones are zero
             data_state = multihost_utils.process_allgather(data_state).max(axis=0)
-        metadata = {"config": self.config.model_dump(), "slicewise": slicewise.__version__}
+        metadata = {
+            "config": self.config.model_dump(),
+            "slicewise": slicewise.__version__,
+            "compiler_options": self.step.compiler_options,
+        }
         self.store.save(number, state, data_state=data_state, metadata=metadata)
 
     def _restore(self) -> tuple[TrainState, np.ndarray]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from slicewise.catalog import chips, flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
 from slicewise.costs.remat import chosen
@@ -44,6 +45,7 @@ class TrainStep:
     evaluate: Callable[
         [transformer.Params, dict], tuple[jax.Array, jax.Array]
     ]  # (summed nats, counted tokens)
+    compiler_options: dict[str, Any]  # of update and evaluate: the resolved compiler flags
 
 
 def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
@@ -56,8 +58,13 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
             f" {spec.name}; lower it."
         )
     dtype = jnp.dtype(config.model.compute_dtype)
+    options = compiler_options(config, mesh)
     kernel = choose(
-        config.model.attention, mesh, config.data.sequence_length, config.model.use_max_logits_estimate
+        config.model.attention,
+        mesh,
+        config.data.sequence_length,
+        config.model.use_max_logits_estimate,
+        config.compiler.scoped_vmem_limit_kib,
     )
     remat = chosen(config.model.remat_policy, config.model.remat_tensors)
     tx, learning_rate = optimizer(config), schedule(config)
@@ -106,8 +113,28 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         abstract_state=abstract_state,
         abstract_batch={k: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for k in BATCH_KEYS},
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=_once(mesh)),
-        update=jax.jit(update, donate_argnums=0, out_shardings=(state_shardings, None)),
-        evaluate=jax.jit(evaluate),
+        update=jax.jit(
+            update,
+            donate_argnums=0,
+            out_shardings=(state_shardings, None),
+            compiler_options=options,
+        ),
+        evaluate=jax.jit(evaluate, compiler_options=options),
+        compiler_options=options,
+    )
+
+
+def compiler_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    """The compiler's options for the devices of ``mesh``, which need not be there; none where they are not TPUs.
+
+    Raises UserError for flags that the chip or the compiler does not have.
+    """
+    device = mesh.devices.flat[0]
+    chip = chips.of_device_kind(device.device_kind)
+    if device.platform != "tpu" or chip is None:
+        return {}
+    return dict(
+        flags.resolve(config.compiler.compiler_flags, chip.name, config.compiler.scoped_vmem_limit_kib)
     )
 
 
