@@ -72,6 +72,20 @@ class Model(Part):
     """Implementation; auto is the splash kernel on TPU and the reference elsewhere."""
     use_max_logits_estimate: NonNegativeFloat = 0.0
     """Splash attention subtracts it from every logit instead of the running maximum; 0 = the maximum."""
+    use_qwix_quantization: bool = True
+    """False computes everything in compute_dtype, whatever quantization says."""
+    quantization: Literal["none", "fp8", "fp8_e4m3", "int8"] = "none"
+    """8-bit products in the layers: e4m3 with e5m2 or e4m3 gradients, or int8."""
+    quantization_layers: str = ".*"
+    """Regular expression that a matrix's whole name in a layer must match, such as w_(gate|up|down)."""
+    quantization_scaling: Literal["tensor", "axis", "tile"] = "tensor"
+    """One scale for an operand, for each of its rows, or for each tile of a row."""
+    quantization_tile: PositiveInt = 128
+    """Elements of a tile."""
+    quantization_fixed_range: NonNegativeFloat = 0.0
+    """Largest weight and activation that 8 bits hold; 0 = the largest there is, at each step."""
+    quantization_stochastic_rounding: bool = False
+    """Rounds gradients up or down at random instead of to the nearest."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-normaliser in the loss."""
 

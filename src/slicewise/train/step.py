@@ -18,6 +18,7 @@ from slicewise.interop.huggingface import load_spec
 from slicewise.kernels.attention.api import Tokens, choose
 from slicewise.model import transformer
 from slicewise.model.loss import Loss, summed_loss
+from slicewise.model.quantization import Quantization, check
 from slicewise.parallel import rules
 from slicewise.train.optimizer import optimizer, schedule
 
@@ -66,6 +67,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         config.model.use_max_logits_estimate,
         config.compiler.scoped_vmem_limit_kib,
     )
+    in_8_bits = quantization(config, spec)
     remat = chosen(config.model.remat_policy, config.model.remat_tensors)
     tx, learning_rate = optimizer(config), schedule(config)
 
@@ -78,7 +80,14 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     ) -> tuple[jax.Array, jax.Array]:
         where = Tokens(batch["positions"], batch["segment_ids"])
         x_BTD, _ = transformer.hidden_states(
-            params, spec, batch["tokens"], where, dtype=dtype, remat=remat, kernel=kernel
+            params,
+            spec,
+            batch["tokens"],
+            where,
+            dtype=dtype,
+            remat=remat,
+            kernel=kernel,
+            quantization=in_8_bits,
         )
         loss = Loss(spec.vocab, spec.tied_embeddings, spec.logits_softcap, z_loss_weight)
         total = summed_loss(x_BTD, transformer.output_matrix(params), batch["targets"], loss)
@@ -122,6 +131,23 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         evaluate=jax.jit(evaluate, compiler_options=options),
         compiler_options=options,
     )
+
+
+def quantization(config: RunConfig, spec: ModelSpec) -> Quantization | None:
+    """What the config's keys ask for. Raises UserError where it cannot be done."""
+    model = config.model
+    if model.quantization == "none" or not model.use_qwix_quantization:
+        return None
+    how = Quantization(
+        model.quantization,
+        model.quantization_layers,
+        model.quantization_scaling,
+        model.quantization_tile,
+        model.quantization_fixed_range,
+        model.quantization_stochastic_rounding,
+    )
+    check(how, transformer.weights(spec).layers)
+    return how
 
 
 def compiler_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
