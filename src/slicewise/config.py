@@ -50,7 +50,7 @@ class Model(Part):
     model: str = "demo-1m"
     """A catalog name, a ModelSpec .toml, or a Hugging Face config.json."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of activations and matrix products; weights and optimiser state stay float32."""
+    """Of activations and matrix products; weights stay float32."""
     remat_policy: Literal[
         "full",
         "save_qkv_proj",
@@ -145,6 +145,8 @@ class Compiler(Part):
 
 
 class Optimizer(Part):
+    optimizer_type: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
+    """The update rule; muon takes the matrices of the layers and leaves the rest to adamw."""
     learning_rate: PositiveFloat = 3e-4
     """Peak of the schedule."""
     warmup_steps: NonNegativeInt | None = None
@@ -154,11 +156,19 @@ class Optimizer(Part):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled, on weights that multiply activations; not on norms and biases."""
     adam_b1: float = Field(0.9, ge=0, lt=1)
-    """Decay of AdamW's first moment."""
+    """Decay of the first moment of adamw and lion."""
     adam_b2: float = Field(0.95, ge=0, lt=1)
-    """Decay of AdamW's second moment."""
+    """Decay of adamw's second moment, and of what lion remembers."""
     gradient_clip_norm: NonNegativeFloat = 1.0
     """Global norm above which gradients are scaled down; 0 = never."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Parts into which a step divides its batch, one after the other: less memory, the same result."""
+    optimizer_state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Of the optimiser's state of each matrix; the narrow ones round at random, without bias."""
+    optimizer_state_memory: Literal["device", "host"] = "device"
+    """Where the optimiser's state waits between steps."""
+    shard_optimizer_over_data: bool = False
+    """ZeRO-1: replicas share out the optimiser's state, whose parameters each of them holds."""
 
 
 class Checkpoint(Part):
@@ -384,11 +394,12 @@ def describe(loaded: LoadedConfig, degrees: AxisDegrees | None = None) -> Sequen
             if degrees and value == -1:
                 network, axis, _ = key.split("_")
                 value, origin = getattr(degrees, network)[axis], "derived from the cluster"
-            rows.append(Row(section, key, _toml(value), origin, info.description or ""))
+            rows.append(Row(section, key, toml(value), origin, info.description or ""))
     return rows
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
+    """``value`` as TOML writes it."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{json.dumps(k)} = {toml(v)}" for k, v in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else json.dumps(value)

@@ -1,5 +1,6 @@
 """The training step, built from (config, mesh) alone: the same builder serves devices that are not there."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,10 @@ from slicewise.model import transformer
 from slicewise.model.loss import Loss, summed_loss
 from slicewise.model.quantization import Quantization, check
 from slicewise.parallel import rules
-from slicewise.train.optimizer import optimizer, schedule
+from slicewise.train import accumulate
+from slicewise.train.accumulate import accumulated
+from slicewise.train.moments import on_host
+from slicewise.train.optimizer import keeping, optimizer, schedule
 
 BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")  # each int32 [B, T]
 
@@ -69,7 +73,10 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     )
     in_8_bits = quantization(config, spec)
     remat = chosen(config.model.remat_policy, config.model.remat_tensors)
-    tx, learning_rate = optimizer(config), schedule(config)
+    layout, steps = transformer.weights(spec), config.optimizer.gradient_accumulation_steps
+    accumulate.check(config.data.global_batch_size, steps, dict(mesh.shape))
+    keeping(config).check(layout, dict(mesh.shape))
+    tx, learning_rate = optimizer(config, layout), schedule(config)
 
     def init() -> TrainState:
         params = transformer.init(spec, jax.random.key(config.run.seed))
@@ -94,11 +101,12 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         return total, (batch["targets"] >= 0).sum()
 
     def update(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
-        def mean_loss(params: transformer.Params) -> jax.Array:
-            total, count = loss_and_count(params, batch, config.model.z_loss_weight)
-            return total / jnp.maximum(count, 1)
+        counted = jnp.maximum((batch["targets"] >= 0).sum(), 1)
 
-        loss, grads = jax.value_and_grad(mean_loss)(state.params)
+        def part_of_mean(params: transformer.Params, part: dict) -> jax.Array:
+            return loss_and_count(params, part, config.model.z_loss_weight)[0] / counted
+
+        loss, grads = accumulated(jax.value_and_grad(part_of_mean), state.params, batch, steps)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {
@@ -115,6 +123,8 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     sharding = NamedSharding(mesh, rules.partition("batch", "sequence"))
     with jax.set_mesh(mesh):
         abstract_state = _with_devices(jax.eval_shape(init), mesh)
+    opt_state = on_host(abstract_state.opt_state, keeping(config))
+    abstract_state = dataclasses.replace(abstract_state, opt_state=opt_state)
     state_shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
     return TrainStep(
         spec=spec,
