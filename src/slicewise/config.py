@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -49,7 +50,7 @@ class Model(Part):
     model: str = "demo-1m"
     """A catalog name, a ModelSpec .toml, or a Hugging Face config.json."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of activations and matrix products; weights and optimiser state stay float32."""
+    """Of activations and matrix products; weights stay float32."""
     remat_policy: Literal[
         "full",
         "save_qkv_proj",
@@ -71,6 +72,20 @@ class Model(Part):
     """Implementation; auto is the splash kernel on TPU and the reference elsewhere."""
     use_max_logits_estimate: NonNegativeFloat = 0.0
     """Splash attention subtracts it from every logit instead of the running maximum; 0 = the maximum."""
+    use_qwix_quantization: bool = True
+    """False computes everything in compute_dtype, whatever quantization says."""
+    quantization: Literal["none", "fp8", "fp8_e4m3", "int8"] = "none"
+    """8-bit products in the layers: e4m3 with e5m2 or e4m3 gradients, or int8."""
+    quantization_layers: str = ".*"
+    """Regular expression that a matrix's whole name in a layer must match, such as w_(gate|up|down)."""
+    quantization_scaling: Literal["tensor", "axis", "tile"] = "tensor"
+    """One scale for an operand, for each of its rows, or for each tile of a row."""
+    quantization_tile: PositiveInt = 128
+    """Elements of a tile."""
+    quantization_fixed_range: NonNegativeFloat = 0.0
+    """Largest weight and activation that 8 bits hold; 0 = the largest there is, at each step."""
+    quantization_stochastic_rounding: bool = False
+    """Rounds gradients up or down at random instead of to the nearest."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-normaliser in the loss."""
 
@@ -117,7 +132,21 @@ class Parallelism(Part):
         return {axis: getattr(self, f"{network}_{axis}_parallelism") for axis in AXES}
 
 
+def _listed(value: Any) -> Any:
+    """A list may be written as one string with commas between, as on a command line."""
+    return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+
+
+class Compiler(Part):
+    compiler_flags: typing.Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """For TPUs: groups of 'slicewise flags list' and flag=value, over the chip's defaults."""
+    scoped_vmem_limit_kib: NonNegativeInt = 0
+    """For TPUs: VMEM that one fusion or kernel may use; 0 = the compiler's limit."""
+
+
 class Optimizer(Part):
+    optimizer_type: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
+    """The update rule; muon takes the matrices of the layers and leaves the rest to adamw."""
     learning_rate: PositiveFloat = 3e-4
     """Peak of the schedule."""
     warmup_steps: NonNegativeInt | None = None
@@ -127,11 +156,19 @@ class Optimizer(Part):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled, on weights that multiply activations; not on norms and biases."""
     adam_b1: float = Field(0.9, ge=0, lt=1)
-    """Decay of AdamW's first moment."""
+    """Decay of the first moment of adamw and lion."""
     adam_b2: float = Field(0.95, ge=0, lt=1)
-    """Decay of AdamW's second moment."""
+    """Decay of adamw's second moment, and of what lion remembers."""
     gradient_clip_norm: NonNegativeFloat = 1.0
     """Global norm above which gradients are scaled down; 0 = never."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Parts into which a step divides its batch, one after the other: less memory, the same result."""
+    optimizer_state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Of the optimiser's state of each matrix; the narrow ones round at random, without bias."""
+    optimizer_state_memory: Literal["device", "host"] = "device"
+    """Where the optimiser's state waits between steps."""
+    shard_optimizer_over_data: bool = False
+    """ZeRO-1: replicas share out the optimiser's state, whose parameters each of them holds."""
 
 
 class Checkpoint(Part):
@@ -168,6 +205,7 @@ class RunConfig(Part):
     model: Model = Model()
     data: Data = Data()
     parallelism: Parallelism = Parallelism()
+    compiler: Compiler = Compiler()
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()
@@ -356,11 +394,12 @@ def describe(loaded: LoadedConfig, degrees: AxisDegrees | None = None) -> Sequen
             if degrees and value == -1:
                 network, axis, _ = key.split("_")
                 value, origin = getattr(degrees, network)[axis], "derived from the cluster"
-            rows.append(Row(section, key, _toml(value), origin, info.description or ""))
+            rows.append(Row(section, key, toml(value), origin, info.description or ""))
     return rows
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
+    """``value`` as TOML writes it."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{json.dumps(k)} = {toml(v)}" for k, v in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else json.dumps(value)

@@ -1,15 +1,17 @@
 import os
+from dataclasses import replace
 
 import pytest
 
 from slicewise.catalog import model, slices
 from slicewise.config import RunConfig, load_config, with_overrides
+from slicewise.costs import remat
 from slicewise.costs.layout import Degrees, Layout, Recipe
 from slicewise.costs.shapes import model_shape
 from slicewise.costs.step import estimate
 from slicewise.errors import UserError
 from slicewise.plan import run_config
-from slicewise.plan.search import Candidate
+from slicewise.plan.search import SEARCHED_POLICIES, Candidate
 from slicewise.plan.write import write_config
 
 SHAPE = model_shape(model.load("demo-1m"))
@@ -49,7 +51,7 @@ def candidate(layout):
 
 def test_values_of_a_layout_give_the_same_layout_back():
     work = run_config.workload_of(config_of(), SHAPE)
-    planned = candidate(Layout(Degrees(fsdp=4, tensor=2), Degrees(data=2), 64))
+    planned = candidate(Layout(Degrees(fsdp=4, tensor=2), Degrees(data=2), 64, 2))
     values = run_config.config_values(work, planned, model="demo-1m", run_tokens=1e6)
     assert values["steps"] == 62  # 61.04 batches of 64 x 256 tokens
     config = with_overrides(RunConfig(), run_config.as_overrides(values))
@@ -58,9 +60,24 @@ def test_values_of_a_layout_give_the_same_layout_back():
     assert run_config.changes(again, planned) == ()
 
 
+@pytest.mark.parametrize("policy", SEARCHED_POLICIES, ids=lambda policy: policy.name)
+def test_every_remat_policy_of_the_search_can_be_written(policy, tmp_path):
+    work = run_config.workload_of(config_of(), SHAPE)
+    planned = candidate(Layout(Degrees(fsdp=8), Degrees(data=2), 64))
+    planned = replace(planned, recipe=replace(planned.recipe, remat=policy))
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nremat_policy = "custom"\nremat_tensors = {query_proj = "device"}\n')
+    write_config(str(path), run_config.config_values(work, planned, model="demo-1m"))
+    model = load_config(str(path)).config.model
+    got = remat.chosen(model.remat_policy, model.remat_tensors)
+    assert (got.saved, got.offloaded) == (policy.saved, policy.offloaded)
+    again = run_config.priced(load_config(str(path)).config, SHAPE, PLACE)
+    assert run_config.changes(again, planned) == ()
+
+
 def test_what_no_key_can_ask_for_is_named():
     beyond = candidate(Layout(Degrees(fsdp=2, context=2, data=2), Degrees(data=2), 64, 2))
-    assert run_config.beyond_config(beyond) == ("ici context 2", "2 accumulation steps")
+    assert run_config.beyond_config(beyond) == ("ici context 2",)
 
 
 def test_changes_name_the_key_or_say_there_is_none():
@@ -70,6 +87,32 @@ def test_changes_name_the_key_or_say_there_is_none():
     assert set(found) == {"fsdp over ICI", "context over ICI", "accumulation steps"}
     assert (found["fsdp over ICI"].key, found["fsdp over ICI"].now) == ("ici_fsdp_parallelism", "8")
     assert found["context over ICI"].key is None
+    assert (found["accumulation steps"].key, found["accumulation steps"].then) == (
+        "gradient_accumulation_steps",
+        "2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "optimizer_share", "host_share"),
+    [
+        ("optimizer_state_dtype=int8", 0.25, 0),
+        ("optimizer_type=lion", 0.5, 0),
+        ("shard_optimizer_over_data=true", 0.5, 0),  # two slices, each a replica
+        ("optimizer_state_memory=host", 0, 1),
+    ],
+)
+def test_the_state_of_the_optimiser_is_priced_as_it_is_kept(override, optimizer_share, host_share):
+    whole = run_config.priced(config_of(), SHAPE, PLACE).estimate
+    kept = run_config.priced(config_of(override), SHAPE, PLACE).estimate
+    assert kept.hbm_bytes["optimizer"] == optimizer_share * whole.hbm_bytes["optimizer"]
+    assert kept.host_bytes == host_share * whole.hbm_bytes["optimizer"]
+    assert ("host copies" in kept.other_s) == bool(host_share)
+
+
+def test_accumulation_is_priced():
+    now = run_config.priced(config_of("gradient_accumulation_steps=2"), SHAPE, PLACE)
+    assert now.layout.accumulation_steps == 2
 
 
 def test_writing_keeps_comments_order_and_permissions(tmp_path):

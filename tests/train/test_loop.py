@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 import sys
 import warnings
 
@@ -263,3 +264,13 @@ def test_training_needs_no_package_of_an_extra_for_plain_text(trainer, monkeypat
     for package in ("tokenizers", "sentencepiece", "pyarrow", "datasets", "tensorboardX"):
         monkeypatch.setitem(sys.modules, package, None)
     assert len(trainer.train("checkpoint_every=0")) == 8
+
+
+def test_a_run_that_keeps_its_state_in_few_bits_on_the_host_resumes_bit_for_bit(trainer):
+    kept = ["optimizer_state_dtype=int8", "optimizer_state_memory=host", "checkpoint_every=4"]
+    whole = trainer.train(*kept)
+    shutil.rmtree(trainer.folder / "run" / "checkpoints" / "8")
+    again = trainer.train(*kept)
+    assert [(r["step"], r["loss"], r["gradient_norm"]) for r in again] == [
+        (r["step"], r["loss"], r["gradient_norm"]) for r in whole
+    ]

@@ -19,6 +19,25 @@ LAYOUTS = {
         4,
         ["dcn_data_parallelism=1", "dcn_fsdp_parallelism=4", "ici_tensor_parallelism=2"],
     ),
+    "data x tensor, accumulated, the optimiser's state shared out": (
+        1,
+        [
+            "ici_data_parallelism=4",
+            "ici_tensor_parallelism=2",
+            "gradient_accumulation_steps=2",
+            "shard_optimizer_over_data=true",
+        ],
+    ),
+    "fsdp x tensor, activations and the optimiser's state on the host": (
+        1,
+        [
+            "ici_fsdp_parallelism=4",
+            "ici_tensor_parallelism=2",
+            "optimizer_state_memory=host",
+            "remat_policy=custom",
+            'remat_tensors={decoder_layer_input="offload", qkv_proj="offload", context="device"}',
+        ],
+    ),
 }
 
 
@@ -106,8 +125,26 @@ def test_state_is_sharded_as_announced():
     assert wq.addressable_shards[0].data.size * 8 == wq.size
 
 
+def test_the_optimisers_state_is_kept_as_asked():
+    kept = ["optimizer_state_dtype=int8", "optimizer_state_memory=host", "shard_optimizer_over_data=true"]
+    layout = ["ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"]
+    config = load_config(None, [*TINY, *layout, *kept]).config
+    state = build_train_step(config, build_mesh(config, devices(8))).abstract_state
+    params, moments = state.params.layers.w_up, state.opt_state.inner[1][0].nu.layers.w_up
+    assert moments.codes.dtype == "int8"
+    assert moments.codes.sharding.memory_kind == moments.largest.sharding.memory_kind == "pinned_host"
+    whole = params.size
+    assert np.prod(params.sharding.shard_shape(params.shape)) * 4 == whole
+    assert np.prod(moments.codes.sharding.shard_shape(params.shape)) * 8 == whole
+
+
 @pytest.mark.parametrize(
-    "overrides", [["global_batch_size=6"], ["ici_tensor_parallelism=8", "ici_fsdp_parallelism=1"]]
+    "overrides",
+    [
+        ["global_batch_size=6"],
+        ["gradient_accumulation_steps=3"],
+        ["ici_tensor_parallelism=8", "ici_fsdp_parallelism=1"],
+    ],
 )
 def test_what_does_not_divide_is_refused_before_compiling(overrides):
     config = load_config(None, [*TINY, *overrides]).config

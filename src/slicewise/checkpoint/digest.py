@@ -16,7 +16,7 @@ def array_digest(x: jax.Array) -> jax.Array:
     any one element always changes the digest; any other change is missed with probability 2^-32. Integer sums
     are exact in every order, hence the same on any mesh. An 8-byte element counts as two of 4 bytes.
     """
-    bits = _bits(x)
+    bits = _bits(jax.device_put(x, jax.memory.Space.Device))  # it may be kept on the host
     position = jnp.uint32(0)
     for dim, size in enumerate(bits.shape):  # no reshape: that would gather a sharded array
         position = position * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)

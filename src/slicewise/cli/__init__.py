@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 
 from slicewise import __version__
-from slicewise.cli import compile, plan, plan_more, roofline, train
+from slicewise.cli import compile, flags, plan, plan_more, roofline, train
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import ExitCode, UserError
 
@@ -80,4 +80,5 @@ def _parser() -> argparse.ArgumentParser:
     compile.register(verbs)
     plan_more.register(verbs)
     roofline.register(verbs)
+    flags.register(verbs)
     return parser

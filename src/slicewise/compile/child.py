@@ -14,12 +14,12 @@ from typing import Any
 import jax
 
 from slicewise.catalog import slices
+from slicewise.compile.programs import build_program
 from slicewise.compile.target import absent_devices
 from slicewise.config import RunConfig
 from slicewise.errors import UserError
 from slicewise.parallel.cluster import by_slice
 from slicewise.parallel.mesh import build_mesh
-from slicewise.compile.programs import build_program
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """What a collective of a compiled program moves: from replica groups to mesh axes, physical links and seconds."""
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the partitions of a program are: mesh axes, and for each partition its slice, chip and device on the chip."""
+    """Where the partitions of a program are: mesh axes, and of each partition its slice, chip and core."""
 
     cluster: Cluster
     mesh: dict[str, int]  # axis -> size, slowest first
@@ -57,7 +58,7 @@ class Collective:
 
 
 def replica_groups(text: str) -> np.ndarray:
-    """Partition ids [groups, members] of what follows replica_groups=. Raises ValueError for a form that is not known."""
+    """Partition ids [groups, members] of what follows replica_groups=. Raises ValueError for an unknown form."""
     if found := _MESH.match(text):
         return _mesh_groups(found[1], found[2], found[3])
     if found := _IOTA.match(text):
@@ -138,7 +139,7 @@ def _links(places: np.ndarray, layout: Layout) -> tuple[AxisLinks, tuple[str, ..
         values = sorted(set(places[:, 1 + dim].tolist()))
         if len(values) == 1:
             continue
-        stride = min(b - a for a, b in zip(values, values[1:], strict=False))
+        stride = min(b - a for a, b in itertools.pairwise(values))
         is_ring = wraps and len(values) * stride == size
         links += (2 if is_ring else 1) / stride
         hops += len(values) * stride / 2 if is_ring else (len(values) - 1) * stride

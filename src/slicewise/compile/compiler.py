@@ -1,5 +1,7 @@
 """Runs the TPU compiler on a program in a process of its own, to the schedule or to the end, and keeps what it said."""
 
+import contextlib
+import functools
 import gzip
 import hashlib
 import importlib.util
@@ -19,6 +21,7 @@ from typing import Any, Literal
 from slicewise.catalog.slices import Cluster
 from slicewise.config import RunConfig
 from slicewise.errors import ExitCode, UserError
+from slicewise.interop.huggingface import load_spec
 
 Depth = Literal["schedule", "full"]
 POLL_S = 0.05
@@ -33,7 +36,7 @@ SETTINGS = {
 DUMPS = "--xla_dump_hlo_as_text --xla_dump_compact_gte=false"
 # What decides a program besides the config: a change of any of it is another program.
 SOURCES = ("model", "kernels", "parallel", "compile", "train", "catalog")
-PACKAGES = ("jax", "jaxlib", "libtpu", "optax")
+PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "tokamax", "qwix")  # those that are installed
 IRRELEVANT = (
     "run",
     "checkpoint",
@@ -65,8 +68,9 @@ class Request:
     def key(self) -> str:
         """Digest of everything that decides the outcome."""
         config = {k: v for k, v in self.config.model_dump().items() if k not in IRRELEVANT}
-        parts = [config, self.slice_text, self.cluster.num_slices, self.program, self.depth, self.serialize]
-        parts += [{name: version(name) for name in PACKAGES}, _source_digest()]
+        spec = load_spec(config["model"].pop("model")).model_dump()  # what its file says now
+        parts = [config, spec, self.slice_text, self.cluster.num_slices, self.program, self.depth, self.serialize]
+        parts += [_versions(), _source_digest()]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -127,6 +131,12 @@ def cache_directory() -> Path:
     return root / "slicewise" / "programs"
 
 
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in PACKAGES if importlib.util.find_spec(name)}
+
+
+@functools.cache
 def _source_digest() -> str:
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
@@ -238,10 +248,8 @@ def _running(process: subprocess.Popen) -> bool:
 
 def _end(process: subprocess.Popen) -> Any:
     """Kills what is left of the process and its children, and returns what it used."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return usage

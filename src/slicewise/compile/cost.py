@@ -101,7 +101,7 @@ def _work(module: Module, computation: Computation, instruction: Instruction) ->
     flops, elements, eight_bit = _inner_work(module, inner)
     moved = 0.0
     for name, parameter in zip(instruction.operands, inner.parameters, strict=False):
-        moved += _read_bytes(inner, parameter, _shape(computation, name))
+        moved += _read_bytes(module, inner, parameter, _shape(computation, name))
     return _Work(flops, moved + _written_bytes(inner, instruction), elements, eight_bit)
 
 
@@ -163,21 +163,26 @@ def _shape(computation: Computation, name: str) -> tuple[Array, ...]:
     return instruction.shape if instruction else ()
 
 
-def _read_bytes(inner: Computation, parameter: Instruction, given: tuple[Array, ...]) -> float:
+def _read_bytes(module: Module, inner: Computation, parameter: Instruction, given: tuple[Array, ...]) -> float:
     """Bytes of HBM that a fusion reads of one operand: only the slices, where it only slices it."""
     full = sum(a.bytes for a in given if a.space == HBM)
     if not full:
         return 0.0
-    uses = _uses(inner).get(parameter.name, ())
-    if all(_is_collective(u) or u.opcode in ("custom-call", "tuple") for u in uses):
-        return 0.0  # passed on to a collective that goes on beside the fusion
-    if uses and all(
-        u.opcode in ("dynamic-slice", "slice", "gather") and u.operands[0] == parameter.name for u in uses
-    ):
-        return min(full, sum(a.bytes for u in uses for a in u.shape))
-    if uses and all(u.opcode == "dynamic-update-slice" and u.operands[0] == parameter.name for u in uses):
-        return 0.0  # updated in place
-    return full
+    read = 0.0
+    for use in _uses(inner).get(parameter.name, ()):
+        if _is_collective(use) or use.opcode in ("custom-call", "tuple"):
+            continue  # passed on to a collective that goes on beside the fusion
+        if use.opcode in ("dynamic-slice", "slice", "gather") and use.operands[0] == parameter.name:
+            read += sum(a.bytes for a in use.shape)
+        elif use.opcode == "dynamic-update-slice" and use.operands[0] == parameter.name:
+            continue  # updated in place
+        elif use.opcode == "fusion":
+            nested = module.computations[use.called[0]]
+            at = use.operands.index(parameter.name)
+            read += _read_bytes(module, nested, nested.parameters[at], given)
+        else:
+            return full
+    return min(full, read)
 
 
 @functools.cache

@@ -213,7 +213,7 @@ def _instruction(text: str) -> Instruction:
 
 
 def _balanced(text: str, start: int) -> str:
-    """From ``start`` to the first space or comma outside brackets and quotes, or to the bracket that closes the first."""
+    """From ``start`` to the first space or comma outside brackets and quotes, or to the end of a bracket there."""
     depth, quoted, position = 0, False, start
     while position < len(text):
         c = text[position]

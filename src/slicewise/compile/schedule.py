@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from slicewise.compile.cost import OpCost
 from slicewise.compile.hlo import Computation, Instruction, Module, trip_count
 
-CORE, COPY, HOST, DCN, SPARSECORE = "core", "copies", "host", "dcn", "sparsecore"
+CORE, COPY, DCN, SPARSECORE = "core", "copies", "dcn", "sparsecore"
+HOST = "host"  # label of its copies; each direction of the link is a resource
+TO_HOST, FROM_HOST = "to host", "from host"
 STEADY = 1e-12  # s: a round of a loop that starts like the one before it takes as long
 SHOWN_ROUNDS = 2  # of a loop that are recorded one by one
 

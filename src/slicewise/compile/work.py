@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from slicewise.compile import cost
 from slicewise.compile.collectives import OPS, Collective, Layout, collective, first_group, of_group
 from slicewise.compile.hlo import HOST, Array, Computation, Instruction, Module, arrays
-from slicewise.compile.schedule import COPY, DCN, SPARSECORE, Work, is_start
-from slicewise.compile.schedule import HOST as HOST_LINK
+from slicewise.compile.schedule import COPY, DCN, FROM_HOST, SPARSECORE, TO_HOST, Work, is_start
+from slicewise.compile.schedule import HOST as HOST_COPIES
 from slicewise.costs.device import Device
 
 _DCN_ROUNDS = {"ALL_REDUCE": 2}  # of (n-1)/n of what enters; others one
@@ -87,7 +87,7 @@ class Describer:
         made = [a for a in arrays(inner.root.shape_text)] or list(inner.root.shape)
         moved = self._moved(inner, made, entering)
         if any(a.space == HOST for a in (*made, *(a for p in inner.parameters for a in p.shape), *i.shape)):
-            return self._host(moved)
+            return self._host(moved, to=any(a.space == HOST for a in made))
         if offloaded:
             seconds = 2 * moved / (self.device.hbm_bytes_per_s * self.device.kernels.gather_efficiency)
             return Work("offloaded", seconds, (SPARSECORE,), "sparsecore", moved, is_start=True)
@@ -102,7 +102,7 @@ class Describer:
     def _copy(self, i: Instruction, *, is_start: bool) -> Work:
         moved = i.shape[0].bytes
         if any(a.space == HOST for a in i.shape):
-            work = self._host(moved)
+            work = self._host(moved, to=i.shape[0].space == HOST)
             return work if is_start else Work(**{**vars(work), "is_start": False})
         return Work("copy", moved / self._hbm_bytes_per_s, (COPY,), "copies", moved, is_start=True)
 
@@ -110,10 +110,10 @@ class Describer:
     def _hbm_bytes_per_s(self) -> float:
         return self.device.hbm_bytes_per_s * cost.rates()[self.device.name].hbm_efficiency
 
-    def _host(self, moved: float) -> Work:
-        return Work(
-            "host copy", moved / self.device.host_bytes_per_s, (HOST_LINK,), "host", moved, is_start=True
-        )
+    def _host(self, moved: float, *, to: bool) -> Work:
+        link = TO_HOST if to else FROM_HOST
+        seconds = moved / self.device.host_bytes_per_s
+        return Work("host copy", seconds, (link,), HOST_COPIES, moved, is_start=True)
 
     def _dcn(self, computation: Computation, i: Instruction) -> Work:
         """A transfer of the multislice runtime. What leaves counts; a receipt ends with what was sent before it."""

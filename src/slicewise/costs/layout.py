@@ -80,10 +80,13 @@ class Recipe:
     context_balanced: bool = True  # causal work spread evenly over the context axis
     context_ulysses: int = 1  # of the context degree, the part that exchanges heads instead of keys
     one_hot_embedding: bool = False  # the lookup as a matmul
+    loss_in_chunks: bool = False  # of tokens, with their gradients: as train computes it
     vocab_tiles: int = 1  # above 1 the logits are computed in parts and again in the backward pass
     async_collectives: bool = True
     weight_bytes: int = 4  # master weights
-    moment_bytes: int = 8  # both moments together
+    moment_bytes: float = 8  # both moments together
+    moment_shards: Number = 1  # replicas that share them out (ZeRO-1)
+    moments_on_host: bool = False
     gradient_bytes: int = 4
 
 

@@ -64,9 +64,12 @@ def loss_chunks(tokens: Number, d_model: int) -> Number:
 
 
 def output_bytes(shape: ModelShape, layout: Layout, tokens: Number, recipe: Recipe) -> Number:
-    """Logits in float32, and the output matrix gathered with its gradient in float32."""
+    """Logits in float32 (of a chunk also their gradient), and the gathered output matrix with its float32 gradient."""
     t = layout.ici.tensor
-    logits = 4 * tokens * shape.vocab / t / recipe.vocab_tiles
+    if recipe.loss_in_chunks:
+        logits = (4 + ACT) * tokens * shape.vocab / t / loss_chunks(tokens, shape.d_model)
+    else:
+        logits = 4 * tokens * shape.vocab / t / recipe.vocab_tiles
     return logits + (ACT + 4) * shape.vocab * shape.d_model / t
 
 
@@ -75,7 +78,7 @@ class Peak:
     """What does not depend on the remat policy: bytes of a device, and tokens of a microbatch."""
 
     weights: Number
-    optimizer: Number
+    optimizer: Number  # moments, wherever they are
     gradients: Number
     working: Number
     output: Number
@@ -93,7 +96,7 @@ def peak_bytes(shape: ModelShape, layout: Layout, recipe: Recipe, seq: int) -> P
     accumulator = np.where(layout.accumulation_steps > 1, 4.0, 0.0) if recipe.gradient_bytes < 4 else 0.0
     return Peak(
         weights=local * recipe.weight_bytes,
-        optimizer=local * recipe.moment_bytes,
+        optimizer=local * recipe.moment_bytes / recipe.moment_shards,
         gradients=local * (recipe.gradient_bytes + accumulator),
         working=working,
         output=output_bytes(shape, layout, tokens, recipe),
@@ -107,7 +110,8 @@ def memory_bytes(
 ) -> dict[str, Number]:
     """Bytes of one device by component, at the peak. That is either the loss (logits and output matrix) or
     the last layer's backward pass (all gradients and a working set), on top of weights, optimiser state and
-    saved activations; the components of the smaller of the two are 0. ``host`` is memory of the host.
+    saved activations; the components of the smaller of the two are 0. ``host`` is memory of the host. Moments that are
+    kept there pass through the device a few weights at a time.
 
     ``peak`` = `peak_bytes` of the same arguments, where it is known already.
     """
@@ -121,12 +125,12 @@ def memory_bytes(
     at_loss = p.output > p.working + p.gradients
     return {
         "weights": p.weights,
-        "optimizer": p.optimizer,
+        "optimizer": 0.0 if recipe.moments_on_host else p.optimizer,
         "gradients": np.where(at_loss & (layout.accumulation_steps == 1), 0.0, p.gradients),
         "activations": ACT * p.in_flight * saved,
         "working set": np.where(at_loss, 0.0, p.working),
         "logits": np.where(at_loss, p.output, 0.0),
-        "host": ACT * p.in_flight * host,
+        "host": ACT * p.in_flight * host + (p.optimizer if recipe.moments_on_host else 0.0),
     }
 
 

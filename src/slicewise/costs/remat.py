@@ -106,6 +106,14 @@ def chosen(name: str, places: Mapping[str, str]) -> RematPolicy:
     return custom(places) if name == "custom" else policy(name)
 
 
+def keys(policy: RematPolicy) -> tuple[str, dict[str, Place]]:
+    """The (name, places) that make `chosen` give ``policy`` again."""
+    if policy == POLICIES.get(policy.name):
+        return policy.name, {}
+    places: dict[str, Place] = {tensor: "device" for tensor in TENSORS if tensor in policy.saved}
+    return "custom", places | {tensor: "offload" for tensor in TENSORS if tensor in policy.offloaded}
+
+
 def plain_name(tensor: str) -> str:
     """``moe_mlpwi_0`` and ``shared_mlpwi_0`` are kept where ``mlpwi_0`` is."""
     return tensor.removeprefix("moe_").removeprefix("shared_")

@@ -12,7 +12,7 @@ from slicewise.costs.compute import ACT, Compute, Shard, layer_compute
 from slicewise.costs.device import Device, device_of
 from slicewise.costs.flops import model_flops
 from slicewise.costs.layout import Layout, Number, Recipe, place
-from slicewise.costs.memory import local_parameters, memory_bytes, saved_width
+from slicewise.costs.memory import local_parameters, loss_chunks, memory_bytes, saved_width
 from slicewise.costs.shapes import Layer, ModelShape
 from slicewise.costs.traffic import (
     Network,
@@ -166,29 +166,42 @@ def price(
     communication["pipeline"] = exposed["pipeline"] = hops * micro
     bubble = (stage_s + hops) * layout.accumulation_steps * (stages - 1) / layout.pipeline_repeats
     compute["output"] = output_s(shape, work, device, recipe) * micro
-    compute["optimizer"] = optimizer_s(local_parameters(shape, layout), device, recipe)
-    total = (stage_s + hops) * micro + bubble + compute["output"] + compute["optimizer"]
+    parameters = local_parameters(shape, layout)
+    compute["optimizer"] = optimizer_s(parameters, device, recipe)
+    moments_s = moment_copies_s(parameters, device, recipe)
+    total = (stage_s + hops) * micro + bubble + compute["output"] + compute["optimizer"] + moments_s
     d = layout.dcn
     wait = total * device.kernels.straggler * np.log2(d.data * d.fsdp * d.pipeline)
-    other = {"pipeline bubble": bubble, "host copies": host_wait, "slowest slice": wait}
+    other = {"pipeline bubble": bubble, "host copies": host_wait + moments_s, "slowest slice": wait}
     return StepCosts(total + wait, compute, exposed, communication, other)
 
 
 def output_s(shape: ModelShape, work: Shard, device: Device, recipe: Recipe) -> Number:
     """Embedding lookup, output matrix and loss of one microbatch: three products a head, and float32 logits
-    written once and read four times."""
+    written once and read four times; and the float32 gradient of the matrix, read and written again a chunk."""
     c = device.calibration
     heads = 1 + shape.prediction_heads
     columns = work.tokens * shape.vocab / work.tensor
     product = 2.0 * columns * shape.d_model / (device.flops_per_s * c.matmul_efficiency)
     runs = 3 * heads + (recipe.vocab_tiles > 1) + 2 * recipe.one_hot_embedding
-    return runs * product + 5 * 4 * columns * heads / (device.hbm_bytes_per_s * c.hbm_efficiency)
+    moved = 5 * 4 * columns * heads
+    if recipe.loss_in_chunks:
+        chunks = loss_chunks(work.tokens, shape.d_model)
+        moved = moved + 2 * 4 * (chunks - 1) * heads * shape.vocab * shape.d_model / work.tensor
+    return runs * product + moved / (device.hbm_bytes_per_s * c.hbm_efficiency)
 
 
 def optimizer_s(parameters: Number, device: Device, recipe: Recipe) -> Number:
     """Reading and writing weights, moments and gradients once each."""
-    moved = 2 * (recipe.weight_bytes + recipe.moment_bytes + recipe.gradient_bytes) * parameters
+    moments = recipe.moment_bytes / recipe.moment_shards
+    moved = 2 * (recipe.weight_bytes + moments + recipe.gradient_bytes) * parameters
     return moved / (device.hbm_bytes_per_s * device.calibration.hbm_efficiency)
+
+
+def moment_copies_s(parameters: Number, device: Device, recipe: Recipe) -> Number:
+    """Moments that wait on the host, to the device and back, with nothing to hide it."""
+    moments = recipe.moment_bytes / recipe.moment_shards if recipe.moments_on_host else 0.0
+    return 2 * moments * parameters / device.host_bytes_per_s
 
 
 def network(cluster: Cluster, layout: Layout) -> Network:

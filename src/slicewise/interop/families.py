@@ -148,6 +148,7 @@ def deepseek_v2(keys: ConfigKeys) -> Fields:
 def deepseek_v3(keys: ConfigKeys) -> Fields:
     keys.only("scoring_func", "sigmoid")
     keys.only("topk_method", "noaux_tc")
+    keys.only("rope_interleave", True)
     fields = _deepseek(
         keys,
         grouped=True,

@@ -1,10 +1,9 @@
 """Weights from a Hugging Face model folder, under the names and in the layout of our own parameter tree."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from math import prod
+from itertools import product
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  (lets numpy name bfloat16, which safetensors needs)
@@ -14,20 +13,9 @@ from safetensors import SafetensorError, safe_open
 from slicewise.catalog.model import ModelSpec
 from slicewise.errors import UserError
 from slicewise.interop.huggingface import read_config, spec_from_config, text_config
+from slicewise.interop.layouts import LAYOUTS, Source
 
 READABLE = ("F32", "F16", "BF16")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where one of our weights comes from: a stored tensor, its shape there, and how it becomes ours.
-
-    ``tensor`` comes without the model's prefix; with ``{layer}`` in it, the weight stacks all layers'.
-    """
-
-    tensor: str
-    stored: tuple[int, ...]
-    convert: Callable[[np.ndarray], np.ndarray]
 
 
 def load_weights(path: str | Path) -> dict[str, np.ndarray]:
@@ -35,15 +23,15 @@ def load_weights(path: str | Path) -> dict[str, np.ndarray]:
 
     Shapes, with leading L for what is in layers: embed VD, position PD, wq DNH, wk and wv DKH, wo NHD, biases
     bq NH, bk and bv KH, bo D, q_norm and k_norm H, norms D, w_gate and w_up DF, w_down FD, b_up F, b_down D,
-    head DV. A weight that the model does not have is absent. Rotary pairs are (i, i + H/2) on both sides.
+    head DV; experts have a leading E behind the L. Layers without experts of a model that has some are in dense_layers,
+    those of multi-token prediction in prediction. A weight that the model does not have is absent. Rotary pairs are
+    (i, i + H/2).
 
-    Raises UserError for a model_type whose weights are not supported, quantised weights, tensors that are
-    missing, unexpected or of another shape (named), and unreadable files.
+    Raises UserError for quantised weights, tensors that are missing, unexpected or of another shape (named), and
+    unreadable files.
     """
     file, values = read_config(path)
     model_type, _ = text_config(file, values)
-    if model_type not in LAYOUTS:
-        raise UserError(f"{file}: weights are read for {', '.join(LAYOUTS)}, not for {model_type}.")
     if values.get("quantization_config"):
         raise UserError(f"{file}: quantization_config: expected float weights, not quantised ones.")
     spec = spec_from_config(file)
@@ -52,22 +40,18 @@ def load_weights(path: str | Path) -> dict[str, np.ndarray]:
         tensors = _Tensors(file.parent, stack)
         prefix = _prefix(tensors, sources["embed"].tensor)
         _check_names(tensors, prefix, sources, spec)
-        return {name: _read(tensors, prefix, source, spec.layers) for name, source in sources.items()}
+        return {name: _read(tensors, prefix, source) for name, source in sources.items()}
 
 
-def _read(tensors: "_Tensors", prefix: str, source: Source, layers: int) -> np.ndarray:
-    def read(name: str) -> np.ndarray:
-        return source.convert(tensors.read(name, source.stored))
-
-    if "{layer}" not in source.tensor:
-        # A copy: the conversion may be a view of a larger tensor that would stay in memory.
-        return np.array(read(_full(prefix, source.tensor)), dtype=np.float32)
-    first = read(_full(prefix, source.tensor.format(layer=0)))
-    stacked = np.empty((layers, *first.shape), np.float32)
+def _read(tensors: "_Tensors", prefix: str, source: Source) -> np.ndarray:
+    names = [_full(prefix, name) for name in source.names()]
+    first = source.convert(tensors.read(names[0], source.stored))
+    # A copy: the conversion may be a view of a larger tensor that would stay in memory.
+    stacked = np.empty((len(names), *first.shape), np.float32)
     stacked[0] = first
-    for layer in range(1, layers):
-        stacked[layer] = read(_full(prefix, source.tensor.format(layer=layer)))
-    return stacked
+    for place, name in enumerate(names[1:], 1):
+        stacked[place] = source.convert(tensors.read(name, source.stored))
+    return stacked.reshape(*source.leading, *first.shape)
 
 
 class _Tensors:
@@ -127,10 +111,10 @@ def _full(prefix: str, name: str) -> str:
 
 
 def _check_names(tensors: _Tensors, prefix: str, sources: Mapping[str, Source], spec: ModelSpec) -> None:
-    expected = {_full(prefix, s.tensor.format(layer=i)) for s in sources.values() for i in range(spec.layers)}
+    expected = {_full(prefix, name) for source in sources.values() for name in source.names()}
     if missing := expected - tensors.names():
         raise UserError(f"{tensors}: tensors are missing: {_some(missing)}.")
-    extra = {name for name in tensors.names() - expected if not _is_no_weight(name)}
+    extra = {name for name in tensors.names() - expected if not _is_no_weight(name, spec)}
     head, embed = _full(prefix, "lm_head.weight"), _full(prefix, sources["embed"].tensor)
     if spec.tied_embeddings and head in extra:
         shape = sources["embed"].stored
@@ -141,113 +125,19 @@ def _check_names(tensors: _Tensors, prefix: str, sources: Mapping[str, Source], 
         raise UserError(f"{tensors}: unexpected tensors: {_some(extra)}.")
 
 
-def _is_no_weight(name: str) -> bool:
-    """Constants that older files store, and the vision part of Gemma 3."""
+def _is_no_weight(name: str, spec: ModelSpec) -> bool:
+    """Constants that older files store, the vision part of Gemma 3, and what prediction layers share with the model."""
     constant = name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
-    return constant or name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
+    copies = tuple(
+        f"layers.{layer}.{part}.weight"
+        for layer, part in product(
+            range(spec.layers, spec.layers + spec.prediction_layers), ("embed_tokens", "shared_head.head")
+        )
+    )
+    bare = name.removeprefix("model.")
+    return constant or bare in copies or bare.startswith(("vision_tower.", "multi_modal_projector."))
 
 
 def _some(names: set[str], limit: int = 5) -> str:
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(sorted(names)[:limit]) + rest
-
-
-def _linear(tensor: str, out: tuple[int, ...], into: tuple[int, ...]) -> Source:
-    """A torch Linear, stored [out, in]; ours is [*in, *out]."""
-    return Source(tensor, (prod(out), prod(into)), lambda w: w.T.reshape(*into, *out))
-
-
-def _conv1d(tensor: str, into: tuple[int, ...], out: tuple[int, ...]) -> Source:
-    """A GPT-2 Conv1D, stored [in, out]; ours is [*in, *out]."""
-    return Source(tensor, (prod(into), prod(out)), lambda w: w.reshape(*into, *out))
-
-
-def _plain(tensor: str, *dims: int, flat: bool = True) -> Source:
-    """A vector that we keep as [*dims], or with ``flat`` false a matrix stored as it is."""
-    return Source(tensor, (prod(dims),) if flat else dims, lambda w: w.reshape(dims))
-
-
-def _llama(spec: ModelSpec) -> dict[str, Source]:
-    D, N, K, H, F, V = spec.d_model, spec.heads, spec.kv_heads, spec.head_dim, spec.d_ff, spec.vocab
-    layer = "layers.{layer}."
-    attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
-    sources = {
-        "embed": _plain("embed_tokens.weight", V, D, flat=False),
-        "layers.attn_norm.scale": _plain(f"{layer}input_layernorm.weight", D),
-        "layers.wq": _linear(f"{attention}q_proj.weight", (N, H), (D,)),
-        "layers.wk": _linear(f"{attention}k_proj.weight", (K, H), (D,)),
-        "layers.wv": _linear(f"{attention}v_proj.weight", (K, H), (D,)),
-        "layers.wo": _linear(f"{attention}o_proj.weight", (D,), (N, H)),
-        "layers.mlp_norm.scale": _plain(f"{layer}post_attention_layernorm.weight", D),
-        "layers.w_gate": _linear(f"{mlp}gate_proj.weight", (F,), (D,)),
-        "layers.w_up": _linear(f"{mlp}up_proj.weight", (F,), (D,)),
-        "layers.w_down": _linear(f"{mlp}down_proj.weight", (D,), (F,)),
-        "final_norm.scale": _plain("norm.weight", D),
-    }
-    if spec.qkv_bias:
-        sources["layers.bq"] = _plain(f"{attention}q_proj.bias", N, H)
-        sources["layers.bk"] = _plain(f"{attention}k_proj.bias", K, H)
-        sources["layers.bv"] = _plain(f"{attention}v_proj.bias", K, H)
-    if spec.attention_output_bias:
-        sources["layers.bo"] = _plain(f"{attention}o_proj.bias", D)
-    if spec.qk_norm:
-        sources["layers.q_norm"] = _plain(f"{attention}q_norm.weight", H)
-        sources["layers.k_norm"] = _plain(f"{attention}k_norm.weight", H)
-    if not spec.tied_embeddings:
-        sources["head"] = _linear("lm_head.weight", (V,), (D,))
-    return sources
-
-
-def _gemma(spec: ModelSpec) -> dict[str, Source]:
-    """As Llama, but post_attention_layernorm follows attention, and the MLP has norms on both sides."""
-    layer = "layers.{layer}."
-    return _llama(spec) | {
-        "layers.post_attn_norm.scale": _plain(f"{layer}post_attention_layernorm.weight", spec.d_model),
-        "layers.mlp_norm.scale": _plain(f"{layer}pre_feedforward_layernorm.weight", spec.d_model),
-        "layers.post_mlp_norm.scale": _plain(f"{layer}post_feedforward_layernorm.weight", spec.d_model),
-    }
-
-
-def _gpt2(spec: ModelSpec) -> dict[str, Source]:
-    D, N, H, F, V = spec.d_model, spec.heads, spec.head_dim, spec.d_ff, spec.vocab
-    layer = "h.{layer}."
-    sources = {
-        "embed": _plain("wte.weight", V, D, flat=False),
-        "position": _plain("wpe.weight", spec.max_context, D, flat=False),
-        "layers.wo": _conv1d(f"{layer}attn.c_proj.weight", (N, H), (D,)),
-        "layers.bo": _plain(f"{layer}attn.c_proj.bias", D),
-        "layers.w_up": _conv1d(f"{layer}mlp.c_fc.weight", (D,), (F,)),
-        "layers.b_up": _plain(f"{layer}mlp.c_fc.bias", F),
-        "layers.w_down": _conv1d(f"{layer}mlp.c_proj.weight", (F,), (D,)),
-        "layers.b_down": _plain(f"{layer}mlp.c_proj.bias", D),
-    }
-    for part, which in (("q", 0), ("k", 1), ("v", 2)):
-        sources[f"layers.w{part}"] = _third(f"{layer}attn.c_attn.weight", (D,), (N, H), which)
-        sources[f"layers.b{part}"] = _third(f"{layer}attn.c_attn.bias", (), (N, H), which)
-    for ours, theirs in (
-        ("layers.attn_norm", f"{layer}ln_1"),
-        ("layers.mlp_norm", f"{layer}ln_2"),
-        ("final_norm", "ln_f"),
-    ):
-        sources[f"{ours}.scale"] = _plain(f"{theirs}.weight", D)
-        sources[f"{ours}.bias"] = _plain(f"{theirs}.bias", D)
-    if not spec.tied_embeddings:
-        sources["head"] = _linear("lm_head.weight", (V,), (D,))
-    return sources
-
-
-def _third(tensor: str, into: tuple[int, ...], out: tuple[int, ...], which: int) -> Source:
-    """Queries, keys or values (0, 1, 2) of GPT-2's fused projection, stored [*in, 3 * out]."""
-    width = prod(out)
-    part = slice(which * width, (which + 1) * width)
-    return Source(tensor, (*into, 3 * width), lambda w: w[..., part].reshape(*into, *out))
-
-
-LAYOUTS: dict[str, Callable[[ModelSpec], dict[str, Source]]] = {
-    "llama": _llama,
-    "mistral": _llama,
-    "qwen3": _llama,
-    "gemma2": _gemma,
-    "gemma3_text": _gemma,
-    "gpt2": _gpt2,
-}

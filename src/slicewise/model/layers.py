@@ -13,13 +13,23 @@ from jax.ad_checkpoint import checkpoint_name
 from slicewise.catalog.model import ModelSpec
 from slicewise.model.linear import linear
 from slicewise.model.params import Norm
+from slicewise.model.quantization import Marked, Stored
 from slicewise.model.remat import GATHERED, named
 from slicewise.parallel.rules import gathered, partition
 
 
-def weights_in(dtype: jnp.dtype) -> Callable[..., jax.Array]:
-    """How a stored weight is used: cast first, so that the all-gather moves the smaller type."""
-    return lambda w, *dims: checkpoint_name(gathered(w.astype(dtype), *dims), GATHERED)
+def weights_in(dtype: jnp.dtype) -> Callable[..., Any]:
+    """How a stored weight is used: cast first, so that the all-gather moves the smaller type.
+
+    One that is Marked for 8 bits is left where it is stored: its product gathers it.
+    """
+
+    def weight(w: jax.Array | Marked, *dims: str) -> jax.Array | Stored:
+        if isinstance(w, Marked):
+            return Stored(w.weight.astype(dtype), dims, w.how)
+        return checkpoint_name(gathered(w.astype(dtype), *dims), GATHERED)
+
+    return weight
 
 
 def normed(x: jax.Array, norm: Norm, spec: ModelSpec) -> jax.Array:

@@ -10,12 +10,20 @@ import functools
 import jax
 from jax.sharding import PartitionSpec
 
+from slicewise.model import quantization
+from slicewise.model.quantization import Stored
 
-def linear(x: jax.Array, weight: jax.Array, out_sharding: PartitionSpec, *, contract: int = 1) -> jax.Array:
+
+def linear(
+    x: jax.Array, weight: jax.Array | Stored, out_sharding: PartitionSpec, *, contract: int = 1
+) -> jax.Array:
     """Contracts the last ``contract`` dims of ``x`` [*lead, *C] with the first of ``weight`` [*C, *O].
 
     Returns [*lead, *O] with ``out_sharding``. Where both are sharded along C the partial sums are all-reduced.
+    A Stored weight is multiplied in 8 bits.
     """
+    if isinstance(weight, Stored):
+        return quantization.linear(x, weight, out_sharding, contract)
     return _linear(x, weight, tuple(out_sharding), contract)
 
 

@@ -106,7 +106,8 @@ def _local(
     total = jax.lax.psum(total, token_axes)
     if not with_gradients:
         return (total,)
-    assert x_gradient is not None and gradient is not None
+    assert x_gradient is not None
+    assert gradient is not None
     x_gradient = x_gradient.reshape(-1, x_BTD.shape[-1])[: math.prod(targets_BT.shape)].reshape(x_BTD.shape)
     others = tuple(axis for axis in token_axes if axis not in embed_axes)
     summed = jax.lax.psum_scatter(

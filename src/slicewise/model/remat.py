@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from slicewise.costs.remat import TENSORS, RematPolicy, plain_name
 
@@ -17,8 +18,14 @@ _PREFIXES = ("", "moe_", "shared_")  # see plain_name
 
 
 def named(x: jax.Array, tensor: str) -> jax.Array:
-    """``x`` under a name of the planner's table, for policies to keep, move to the host or recompute."""
+    """``x`` under a name of the planner's table, for policies to keep, move to the host or recompute.
+
+    A [B, T, D] lies in that order in memory. Left to itself the TPU compiler stacks it in one order over the layers of
+    the forward pass and reads it in another, and so turns over the whole stack, by way of the host if it waits there.
+    """
     assert plain_name(tensor) in TENSORS, tensor
+    if x.ndim == 3:
+        x = with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2)))
     return checkpoint_name(x, tensor)
 
 

@@ -20,6 +20,7 @@ from slicewise.model.layers import mlp, normed, weights_in
 from slicewise.model.linear import linear
 from slicewise.model.moe import Usage, moe
 from slicewise.model.params import Layers, Params, Prediction, init, leaves, padded_vocab, weights
+from slicewise.model.quantization import Quantization, marked
 from slicewise.model.remat import checkpoint_policy, named
 from slicewise.parallel.expert import Dispatch
 from slicewise.parallel.rules import partition
@@ -106,6 +107,7 @@ def states(
     cache: Caches | None = None,
     kernel: Kernel = REFERENCE,
     dispatch: Dispatch = Dispatch(),  # noqa: B008  (frozen)
+    quantization: Quantization | None = None,
     predict: bool = False,
 ) -> States:
     """The model in ``dtype`` without its output matrix; with ``predict`` also its prediction layers.
@@ -119,7 +121,7 @@ def states(
     def layer(
         w: Layers, x_BTD: jax.Array, is_global: jax.Array, cached: Cache | None
     ) -> tuple[jax.Array, Cache | None, Usage | None]:
-        x_BTD = named(x_BTD, "decoder_layer_input")
+        w, x_BTD = marked(w, quantization), named(x_BTD, "decoder_layer_input")
         attended_BTD, cached = attention.attend(
             w, spec, x_BTD, where, tables, is_global, cached, weight, kernel
         )

@@ -70,6 +70,7 @@ def mixed(
         return jax.lax.psum(y_BTD, "tensor")
 
     sharded = jax.shard_map(on_device, in_specs=(tokens, tokens, tokens, weight_specs), out_specs=tokens)
+    weights = jax.tree.map(jax.sharding.reshard, weights, weight_specs)
     return sharded(x_BTD, choice_BTK, share_BTK, weights)
 
 

@@ -1,12 +1,11 @@
 """Between a run's config and a layout: pricing what a config asks for, and writing what a plan chose."""
 
 import math
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slicewise.catalog.slices import Cluster
-from slicewise.config import AXES, SECTION_OF, Model, RunConfig, resolve_degrees
+from slicewise.config import AXES, SECTION_OF, RunConfig, resolve_degrees, toml
 from slicewise.costs import remat
 from slicewise.costs.layout import AXES as ALL_AXES
 from slicewise.costs.layout import Degrees, Layout, Recipe
@@ -14,9 +13,16 @@ from slicewise.costs.shapes import ModelShape
 from slicewise.costs.step import estimate
 from slicewise.errors import UserError
 from slicewise.plan.check import check_layout
-from slicewise.plan.search import Candidate, Workload
+from slicewise.plan.search import DEFAULT_RECIPE, Candidate, Workload
 
-Value = str | int | float
+Value = str | int | float | Mapping[str, str]
+MOMENTS = {
+    "adamw": 2,
+    "lion": 1,
+    "muon": 1,
+    "adafactor": 0,
+}  # as large as the weights that each optimiser keeps
+MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 
 
 def workload_of(config: RunConfig, shape: ModelShape) -> Workload:
@@ -36,10 +42,23 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
         )
     degrees = resolve_degrees(config, num_slices=cluster.num_slices, devices_per_slice=cluster.slice.devices)
     work = workload_of(config, shape)
-    layout = Layout(Degrees(**degrees.ici), Degrees(**degrees.dcn), work.global_batch)
+    steps = config.optimizer.gradient_accumulation_steps
+    layout = Layout(Degrees(**degrees.ici), Degrees(**degrees.dcn), work.global_batch, steps)
     check_layout(shape, cluster, layout, work.seq)
-    recipe = Recipe(remat=remat.chosen(config.model.remat_policy, config.model.remat_tensors))
+    recipe = _recipe(config, layout)
     return Candidate(cluster, layout, recipe, estimate(shape, cluster, layout, recipe, work.seq))
+
+
+def _recipe(config: RunConfig, layout: Layout) -> Recipe:
+    """How ``train`` executes the step of ``config``."""
+    o = config.optimizer
+    return replace(
+        DEFAULT_RECIPE,
+        remat=remat.chosen(config.model.remat_policy, config.model.remat_tensors),
+        moment_bytes=MOMENTS[o.optimizer_type] * MOMENT_BYTES[o.optimizer_state_dtype],
+        moment_shards=layout.total("data") if o.shard_optimizer_over_data else 1,
+        moments_on_host=o.optimizer_state_memory == "host",
+    )
 
 
 def beyond_config(candidate: Candidate) -> tuple[str, ...]:
@@ -50,10 +69,6 @@ def beyond_config(candidate: Candidate) -> tuple[str, ...]:
             degree = int(getattr(degrees, axis))
             if degree > 1 and axis not in AXES:
                 found.append(f"{network} {axis} {degree}")
-    if candidate.layout.accumulation_steps > 1:
-        found.append(f"{candidate.layout.accumulation_steps} accumulation steps")
-    if candidate.recipe.remat.name not in typing.get_args(Model.model_fields["remat_policy"].annotation):
-        found.append(f"remat {candidate.recipe.remat.name}")
     if candidate.recipe.precision != "bf16":
         found.append(f"precision {candidate.recipe.precision}")
     return tuple(found)
@@ -65,16 +80,19 @@ def config_values(
     """The config keys that make ``train`` run ``candidate``; ``model`` is what the user called the model."""
     assert not beyond_config(candidate), candidate
     layout = candidate.layout
+    policy, places = remat.keys(candidate.recipe.remat)
     values: dict[str, Value] = {
         "model": model,
         "compute_dtype": "bfloat16",
-        "remat_policy": candidate.recipe.remat.name,
+        "remat_policy": policy,
+        "remat_tensors": places,
         "sequence_length": work.seq,
         "global_batch_size": work.global_batch,
     }
     for network, degrees in (("ici", layout.ici), ("dcn", layout.dcn)):
         for axis in AXES:
             values[f"{network}_{axis}_parallelism"] = int(getattr(degrees, axis))
+    values["gradient_accumulation_steps"] = int(layout.accumulation_steps)
     if run_tokens:
         values["steps"] = math.ceil(run_tokens / work.tokens)
     assert set(values) <= set(SECTION_OF), values
@@ -101,11 +119,10 @@ def changes(now: Candidate, then: Candidate) -> tuple[Change, ...]:
             key = f"{network}_{axis}_parallelism"
             found.append((f"{axis} over {network.upper()}", key, getattr(before, axis), getattr(after, axis)))
     a, b = now.layout, then.layout
-    found.append(("accumulation steps", "", a.accumulation_steps, b.accumulation_steps))
+    key = "gradient_accumulation_steps"
+    found.append(("accumulation steps", key, a.accumulation_steps, b.accumulation_steps))
     found.append(("pipeline microbatches", "", a.pipeline_microbatches, b.pipeline_microbatches))
-    policy = then.recipe.remat.name
-    key = "remat_policy" if policy in typing.get_args(Model.model_fields["remat_policy"].annotation) else ""
-    found.append(("remat policy", key, now.recipe.remat.name, policy))
+    found.append(("remat policy", "remat_policy", _shown(now), _shown(then)))
     found.append(("precision", "", now.recipe.precision, then.recipe.precision))
     return tuple(
         Change(what, key if key in SECTION_OF else None, str(old), str(new))
@@ -114,6 +131,12 @@ def changes(now: Candidate, then: Candidate) -> tuple[Change, ...]:
     )
 
 
+def _shown(candidate: Candidate) -> str:
+    """The policy as a config names it, a custom one by its places."""
+    name, places = remat.keys(candidate.recipe.remat)
+    return toml(places) if places else name
+
+
 def as_overrides(values: Mapping[str, Value]) -> list[str]:
     """``key=value`` texts that ``config.with_overrides`` takes."""
-    return [f"{key}={value}" for key, value in values.items()]
+    return [f"{key}={value if isinstance(value, str) else toml(value)}" for key, value in values.items()]

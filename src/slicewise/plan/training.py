@@ -9,7 +9,7 @@ from slicewise.catalog.chips import Chip
 from slicewise.catalog.slices import Cluster
 from slicewise.costs.layout import Recipe
 from slicewise.costs.memory import MARGIN
-from slicewise.costs.remat import POLICIES, RematPolicy
+from slicewise.costs.remat import RematPolicy
 from slicewise.costs.shapes import ModelShape
 from slicewise.errors import UserError, did_you_mean
 from slicewise.plan.explain import Explanation, explain
@@ -166,20 +166,15 @@ def expressible(plan: TrainingPlan) -> Writable:
     Raises UserError when none that fits can be written.
     """
     # Of all plans only this needs the schema of run configs, which takes a while to import.
-    from slicewise.config import Model
     from slicewise.plan.run_config import beyond_config
 
     lacking = beyond_config(plan.best)
     if not lacking:
         return Writable(plan.best, "the first choice")
     r = plan.result
-    # One policy at a time: together, a faster one that accumulates would hide one that needs not.
-    ranked = [
-        _ranked(r.workload, r.cluster, POLICIES[name])
-        for name in typing.get_args(Model.model_fields["remat_policy"].annotation)
-        if name in POLICIES
-    ]
-    able = [c for candidates in ranked for c in candidates if not beyond_config(c)]
+    # Of each layout the search keeps the fastest recipe, and whether it can be written is up to the layout alone.
+    ranked = search(r.workload, r.cluster, top=EVERY, families=False).ranked
+    able = [c for c in ranked if not beyond_config(c)]
     found = min(able, key=lambda c: c.estimate.step_time_s, default=None)
     if found is None:
         raise UserError(
@@ -192,10 +187,3 @@ def expressible(plan: TrainingPlan) -> Writable:
         f"the fastest layout a config can ask for, {slower:+.1%} a step against the first choice, which uses"
         f" {', '.join(lacking)}",
     )
-
-
-def _ranked(work: Workload, cluster: Cluster, policy: RematPolicy) -> tuple[Candidate, ...]:
-    try:
-        return search(work, cluster, policies=(policy,), top=EVERY, families=False).ranked
-    except UserError:
-        return ()  # nothing fits with this policy

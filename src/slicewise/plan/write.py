@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from slicewise.config import SECTION_OF, RunConfig, load_config
 from slicewise.errors import UserError
@@ -33,9 +34,22 @@ def write_config(path: str, values: Mapping[str, Value], *, note: str = "", crea
         if keys and section not in document:
             document.add(section, tomlkit.table())
         for key in keys:
-            document[section][key] = values[key]
+            _set(document[section], key, values[key])
     _replace(Path(path), tomlkit.dumps(document))
     return loaded.config
+
+
+def _set(table: Any, key: str, value: Value) -> None:
+    """An empty table is what a key holds by default: it is left out."""
+    import tomlkit
+
+    if not isinstance(value, Mapping):
+        table[key] = value
+    elif value:
+        table[key] = tomlkit.inline_table()
+        table[key].update(value)
+    else:
+        table.pop(key, None)
 
 
 def _replace(path: Path, text: str) -> None:

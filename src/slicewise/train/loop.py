@@ -11,19 +11,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import slicewise
+from slicewise.catalog import chips
 from slicewise.checkpoint.manifest import complete_steps
 from slicewise.config import RunConfig
 from slicewise.costs.flops import model_flops
 from slicewise.costs.shapes import model_shape
 from slicewise.data.loader import BatchLoader
 from slicewise.errors import UserError
+from slicewise.model.quantization import slower
 from slicewise.parallel import cluster
 from slicewise.parallel.mesh import build_mesh
 from slicewise.train import runtime
 from slicewise.train.batches import held_out, local_rows, to_global
 from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s
 from slicewise.train.progress import Sink, reporter
-from slicewise.train.step import TrainState, TrainStep, build_train_step
+from slicewise.train.step import TrainState, TrainStep, build_train_step, quantization
 
 
 def train(config: RunConfig) -> None:
@@ -124,6 +126,11 @@ class _Run:
             self.stack.callback(writer.close)
         meter = _Meter(self.config, self.step, self.report, writer)
         self._say(self._describe())
+        how, device = quantization(config, self.step.spec), self.step.mesh.devices.flat[0]
+        if how and (chip := chips.of_device_kind(device.device_kind)) and (note := slower(how, chip)):
+            self._say(note)
+        if options := self.step.compiler_options:
+            self._say(f"compiler flags: {' '.join(f'{flag}={value}' for flag, value in options.items())}")
         for number in range(self.start + 1, config.run.steps + 1):
             self._profile(number, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
@@ -183,7 +190,11 @@ class _Run:
         data_state[self.rows] = loader.state
         if jax.process_count() > 1:  # rows held by several processes have equal states, absent ones are zero
             data_state = multihost_utils.process_allgather(data_state).max(axis=0)
-        metadata = {"config": self.config.model_dump(), "slicewise": slicewise.__version__}
+        metadata = {
+            "config": self.config.model_dump(),
+            "slicewise": slicewise.__version__,
+            "compiler_options": self.step.compiler_options,
+        }
         self.store.save(number, state, data_state=data_state, metadata=metadata)
 
     def _restore(self) -> tuple[TrainState, np.ndarray]:

@@ -1,5 +1,6 @@
 """The training step, built from (config, mesh) alone: the same builder serves devices that are not there."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from slicewise.catalog import chips, flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
 from slicewise.costs.remat import chosen
@@ -18,8 +20,12 @@ from slicewise.interop.huggingface import load_spec
 from slicewise.kernels.attention.api import Tokens, choose
 from slicewise.model import transformer
 from slicewise.model.loss import Loss, summed_loss
+from slicewise.model.quantization import Quantization, check
 from slicewise.parallel import rules
-from slicewise.train.optimizer import optimizer, schedule
+from slicewise.train import accumulate
+from slicewise.train.accumulate import accumulated
+from slicewise.train.moments import on_host
+from slicewise.train.optimizer import keeping, optimizer, schedule
 
 _LEVEL = "xla_backend_optimization_level"
 BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")  # each int32 [B, T]
@@ -46,6 +52,7 @@ class TrainStep:
     evaluate: Callable[
         [transformer.Params, dict], tuple[jax.Array, jax.Array]
     ]  # (summed nats, counted tokens)
+    compiler_options: dict[str, Any]  # of update and evaluate: the resolved compiler flags
 
 
 def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
@@ -58,11 +65,20 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
             f" {spec.name}; lower it."
         )
     dtype = jnp.dtype(config.model.compute_dtype)
+    options = compiler_options(config, mesh)
     kernel = choose(
-        config.model.attention, mesh, config.data.sequence_length, config.model.use_max_logits_estimate
+        config.model.attention,
+        mesh,
+        config.data.sequence_length,
+        config.model.use_max_logits_estimate,
+        config.compiler.scoped_vmem_limit_kib,
     )
+    in_8_bits = quantization(config, spec)
     remat = chosen(config.model.remat_policy, config.model.remat_tensors)
-    tx, learning_rate = optimizer(config), schedule(config)
+    layout, steps = transformer.weights(spec), config.optimizer.gradient_accumulation_steps
+    accumulate.check(config.data.global_batch_size, steps, dict(mesh.shape))
+    keeping(config).check(layout, dict(mesh.shape))
+    tx, learning_rate = optimizer(config, layout), schedule(config)
 
     def init() -> TrainState:
         params = transformer.init(spec, jax.random.key(config.run.seed))
@@ -73,18 +89,26 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     ) -> tuple[jax.Array, jax.Array]:
         where = Tokens(batch["positions"], batch["segment_ids"])
         x_BTD, _ = transformer.hidden_states(
-            params, spec, batch["tokens"], where, dtype=dtype, remat=remat, kernel=kernel
+            params,
+            spec,
+            batch["tokens"],
+            where,
+            dtype=dtype,
+            remat=remat,
+            kernel=kernel,
+            quantization=in_8_bits,
         )
         loss = Loss(spec.vocab, spec.tied_embeddings, spec.logits_softcap, z_loss_weight)
         total = summed_loss(x_BTD, transformer.output_matrix(params), batch["targets"], loss)
         return total, (batch["targets"] >= 0).sum()
 
     def update(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
-        def mean_loss(params: transformer.Params) -> jax.Array:
-            total, count = loss_and_count(params, batch, config.model.z_loss_weight)
-            return total / jnp.maximum(count, 1)
+        counted = jnp.maximum((batch["targets"] >= 0).sum(), 1)
 
-        loss, grads = jax.value_and_grad(mean_loss)(state.params)
+        def part_of_mean(params: transformer.Params, part: dict) -> jax.Array:
+            return loss_and_count(params, part, config.model.z_loss_weight)[0] / counted
+
+        loss, grads = accumulated(jax.value_and_grad(part_of_mean), state.params, batch, steps)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {
@@ -101,22 +125,59 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     sharding = NamedSharding(mesh, rules.partition("batch", "sequence"))
     with jax.set_mesh(mesh):
         abstract_state = _with_devices(jax.eval_shape(init), mesh)
+    opt_state = on_host(abstract_state.opt_state, keeping(config))
+    abstract_state = dataclasses.replace(abstract_state, opt_state=opt_state)
     state_shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
-    options = _compiler_options(mesh)
+    on_cpu = _cpu_options(mesh)
     return TrainStep(
         spec=spec,
         mesh=mesh,
         abstract_state=abstract_state,
         abstract_batch={k: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for k in BATCH_KEYS},
-        init=jax.jit(init, out_shardings=state_shardings, compiler_options=options),
+        init=jax.jit(init, out_shardings=state_shardings, compiler_options=on_cpu),
         update=jax.jit(
-            update, donate_argnums=0, out_shardings=(state_shardings, None), compiler_options=options
+            update,
+            donate_argnums=0,
+            out_shardings=(state_shardings, None),
+            compiler_options=options | on_cpu,
         ),
-        evaluate=jax.jit(evaluate, compiler_options=options),
+        evaluate=jax.jit(evaluate, compiler_options=options | on_cpu),
+        compiler_options=options,
     )
 
 
-def _compiler_options(mesh: Mesh) -> dict[str, Any]:
+def quantization(config: RunConfig, spec: ModelSpec) -> Quantization | None:
+    """What the config's keys ask for. Raises UserError where it cannot be done."""
+    model = config.model
+    if model.quantization == "none" or not model.use_qwix_quantization:
+        return None
+    how = Quantization(
+        model.quantization,
+        model.quantization_layers,
+        model.quantization_scaling,
+        model.quantization_tile,
+        model.quantization_fixed_range,
+        model.quantization_stochastic_rounding,
+    )
+    check(how, transformer.weights(spec).layers)
+    return how
+
+
+def compiler_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    """The compiler's options for the devices of ``mesh``, which need not be there; none where they are not TPUs.
+
+    Raises UserError for flags that the chip or the compiler does not have.
+    """
+    device = mesh.devices.flat[0]
+    chip = chips.of_device_kind(device.device_kind)
+    if device.platform != "tpu" or chip is None:
+        return {}
+    return dict(
+        flags.resolve(config.compiler.compiler_flags, chip.name, config.compiler.scoped_vmem_limit_kib)
+    )
+
+
+def _cpu_options(mesh: Mesh) -> dict[str, Any]:
     """For a CPU, LLVM's level 1 unless XLA_FLAGS name a level: products are library calls and other loops are laid out
     before LLVM sees them, so that higher levels only cost time."""
     if mesh.devices.flat[0].platform != "cpu" or _LEVEL in os.environ.get("XLA_FLAGS", ""):

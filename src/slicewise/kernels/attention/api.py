@@ -40,6 +40,7 @@ class Kernel:
 
     name: Literal["reference", "splash", "xla_chunked"] = "reference"
     chip: str = ""  # of the catalog; decides the tile sizes of splash
+    vmem_limit_kib: int = 0  # that the program is compiled with; 0 = the compiler's
     max_logit: float | None = None  # splash subtracts it instead of the running maximum
     interpret: bool = False  # splash on a CPU, slowly: for tests
 
@@ -52,6 +53,7 @@ def choose(
     mesh: Mesh,
     sequence_length: int,
     max_logit: float = 0.0,
+    vmem_limit_kib: int = 0,
 ) -> Kernel:
     """The kernel for the devices of ``mesh``: where ``asked`` is auto, splash on TPU and else the reference.
 
@@ -82,7 +84,7 @@ def choose(
     if importlib.util.find_spec("tokamax") is None:
         raise UserError("splash attention needs tokamax; pip install 'slicewise[tpu]'.")
     chip = chips.of_device_kind(device.device_kind)
-    return Kernel("splash", chip.name if chip else "", max_logit or None)
+    return Kernel("splash", chip.name if chip else "", vmem_limit_kib, max_logit or None)
 
 
 def attention(

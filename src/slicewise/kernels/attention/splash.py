@@ -27,7 +27,8 @@ def attention(
     ``q`` is scaled already. The context and the log-sum-exp, all that the backward kernel needs besides q, k and v,
     carry ``residual_name``. Returns the context [B, T, N, V].
     """
-    attend = _kernel(q_BTNH.shape[1], window, q_BTNH.shape[3], softcap, kernel, residual_name)
+    head_dim = max(q_BTNH.shape[3], v_BTKV.shape[3])
+    attend = _kernel(q_BTNH.shape[1], window, head_dim, softcap, kernel, residual_name)
     q_BNTH, k_BKTH, v_BKTV = (x.swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKV))
     over_rows = jax.vmap(attend, in_axes=(0, 0, 0, None, 0))
     return over_rows(q_BNTH, k_BKTH, v_BKTV, sinks_N, segments_BT).swapaxes(1, 2)
@@ -40,7 +41,7 @@ def _kernel(
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
 
-    tile = tiles.tiles(kernel.chip, T, head_dim)
+    tile = tiles.tiles(kernel.chip, T, head_dim, kernel.vmem_limit_kib)
     config = splash.SplashConfig(
         block_q=tile.q,
         block_kv=tile.kv,

@@ -12,6 +12,8 @@ from slicewise.kernels.grouped_matmul import reference
 def grouped_matmul(x_ME: jax.Array, w_GEF: jax.Array, group_sizes_G: jax.Array) -> jax.Array:
     """Rows of ``x`` in the order of their groups, times the matrix of the group; [M, F] in the dtype of ``x``.
 
+    Operands are those of one device: call it inside shard_map where there is a mesh.
+
     ``group_sizes_G`` (int32) may sum to less than M. Rows past the groups give zero and get a zero gradient, whatever
     an implementation leaves there.
     """

@@ -1,0 +1,125 @@
+import pytest
+
+from slicewise.catalog import chips, flags
+from slicewise.errors import UserError
+
+PAIRS = [(name, chip) for name, group in flags.groups().items() for chip in group.chips]
+
+
+@pytest.mark.parametrize(("name", "chip"), PAIRS)
+def test_every_group_resolves_on_its_chips(name, chip):
+    assert flags.groups()[name].flags.items() <= flags.resolve([name], chip, version="0.0.52").items()
+
+
+def test_the_file_names_only_what_exists():
+    for group in flags.groups().values():
+        assert set(group.chips) <= set(chips.names())
+        assert set(group.default) <= set(group.chips)
+        assert set(group.source) <= set(flags.sources())
+        assert all(
+            group.name in flags.groups()[other].conflicts or other in flags.groups()
+            for other in group.conflicts
+        )
+    for refused in flags.refused():
+        assert refused.source in flags.sources()
+        assert not refused.instead or refused.instead in flags.groups()
+
+
+def test_an_override_decides_over_groups_and_defaults():
+    asked = [
+        "sparsecore-all-gather",
+        "--xla_tpu_use_tc_device_shape_on_sc=false",
+        "xla_tpu_bf16_emission_mode=NONE",
+    ]
+    got = flags.resolve([*asked, "xla_tpu_dcn_max_overlap_estimation=32.5"], "tpu7x", 65536)
+    assert got["xla_tpu_use_tc_device_shape_on_sc"] is False
+    assert got["xla_tpu_bf16_emission_mode"] == "NONE"
+    assert got["xla_tpu_dcn_max_overlap_estimation"] == 32.5
+    assert got[flags.SCOPED_VMEM] == 65536
+
+
+def test_nothing_asked_is_the_defaults_of_the_chip():
+    for chip in ("v4", "v5e", "v5p", "v6e", "tpu7x"):
+        expected = {f for group in flags.groups().values() if chip in group.default for f in group.flags}
+        assert flags.resolve([], chip).keys() == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "chip", "message"),
+    [
+        ("sparsecore-al-gather", "v6e", "unknown group.*Did you mean 'sparsecore-all-gather'"),
+        (
+            "xla_tpu_enable_async_colective_fusion=true",
+            "v5e",
+            "Did you mean 'xla_tpu_enable_async_collective_fusion'",
+        ),
+        ("layer-scheduler", "v6e", "is for tpu7x and not for v6e, which has: sparsecore-all-gather"),
+        (
+            "xla_sc_disjoint_spmem=false",
+            "v6e",
+            "no option 'xla_sc_disjoint_spmem': it is a flag of the process",
+        ),
+        (
+            "xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+            "v6e",
+            "may give wrong results.*use sparsecore",
+        ),
+        ("xla_tpu_scoped_vmem_limit_kib=1", "v6e", "set only the key"),
+    ],
+)
+def test_refuses_what_would_not_compile(asked, chip, message):
+    with pytest.raises(UserError, match=message):
+        flags.resolve([asked], chip, 1024, version="0.0.52")
+
+
+def test_groups_that_exclude_or_contradict_each_other_are_refused(monkeypatch):
+    with pytest.raises(UserError, match="exclude each other"):
+        flags.resolve(["collective-matmul", "no-collective-matmul"], "v5p")
+    one = flags.groups()["dcn-overlap"]
+    other = one.model_copy(
+        update={"name": "other", "flags": {"xla_tpu_enable_data_parallel_all_reduce_opt": False}}
+    )
+    monkeypatch.setattr(flags, "groups", lambda: {"dcn-overlap": one, "other": other})
+    with pytest.raises(UserError, match="dcn-overlap sets .* to true, other to false"):
+        flags.resolve(["dcn-overlap", "other"], "v5p")
+    settled = ["dcn-overlap", "other", "xla_tpu_enable_data_parallel_all_reduce_opt=true"]
+    assert flags.resolve(settled, "v5p")["xla_tpu_enable_data_parallel_all_reduce_opt"] is True
+
+
+def test_more_vmem_than_the_chip_has_is_refused():
+    with pytest.raises(UserError, match="exceeds the .* KiB of VMEM of v6e"):
+        flags.resolve([], "v6e", 10**6)
+
+
+@pytest.mark.parametrize(
+    ("version", "found"), [("0.0.52", "0.0.52"), ("0.1.0", "0.0.52"), ("0.0.1", "0.0.52")]
+)
+def test_an_unlisted_libtpu_has_the_options_of_the_nearest(version, found):
+    assert flags.options(version) == flags.options(found)
+    assert len(flags.options(version)) > 1000
+
+
+def test_without_libtpu_the_newest_listed_counts(monkeypatch):
+    def absent(name):
+        raise flags.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(flags.importlib.metadata, "version", absent)
+    assert flags.installed() == flags.listed()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("sparsecore-all-gather", "not beside: async-collective-fusion"),
+        ("--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true", "refused for v5p, v6e, tpu7x"),
+        ("xla_tpu_scoped_vmem_limit_kib", "default in libtpu 0.0.52: -1"),
+        ("xla_sc_disjoint_spmem", "flag of the process"),
+    ],
+)
+def test_explains(name, line):
+    assert any(line in shown for shown in flags.explain(name, "0.0.52"))
+
+
+def test_explaining_the_unknown_names_the_nearest():
+    with pytest.raises(UserError, match="Did you mean 'dcn-overlap'"):
+        flags.explain("dcn-overlp")

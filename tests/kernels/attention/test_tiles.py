@@ -1,0 +1,49 @@
+import tomllib
+from importlib import resources
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slicewise.catalog import chips
+from slicewise.errors import UserError
+from slicewise.kernels.attention.tiles import table, tiles
+
+
+@given(
+    chip=st.sampled_from(["v4", "v5e", "v5p", "v6e", "tpu7x", "another"]),
+    rows=st.integers(1, 1024),
+    head_dim=st.sampled_from([64, 128, 192, 256]),
+    limit=st.sampled_from([0, 16384, 65536, 98304]),
+)
+def test_tiles_divide_what_they_tile(chip, rows, head_dim, limit):
+    t = tiles(chip, 128 * rows, head_dim, limit)
+    for size, whole in (
+        (t.q, 128 * rows),
+        (t.kv, 128 * rows),
+        (t.kv_compute, t.kv),
+        (t.q_backward, 128 * rows),
+        (t.kv_backward, 128 * rows),
+        (t.kv_compute_backward, t.kv_backward),
+    ):
+        assert size % 128 == 0
+        assert whole % size == 0
+
+
+def test_more_vmem_gives_larger_tiles():
+    assert tiles("v6e", 8192, 128).q == 1024
+    assert tiles("v6e", 8192, 128, 98304).q == 2048
+
+
+def test_the_table_names_chips_and_sources():
+    sources = tomllib.loads((resources.files("slicewise.kernels.attention") / "tiles.toml").read_text())[
+        "sources"
+    ]
+    for entry in table():
+        assert set(entry.chips) <= set(chips.names())
+        assert entry.source in sources
+
+
+def test_a_head_too_large_is_refused():
+    with pytest.raises(UserError, match="head_dim = 1024 is too large"):
+        tiles("v6e", 256, 1024)
