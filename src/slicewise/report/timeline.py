@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slicewise.compile.places import origin
-from slicewise.compile.schedule import COPY, CORE, DCN, HOST, SPARSECORE, Span
+from slicewise.compile.schedule import COPY, CORE, DCN, FROM_HOST, SPARSECORE, TO_HOST, Span
 from slicewise.errors import ExitCode, UserError
 from slicewise.report import xplane
 
@@ -23,7 +23,8 @@ LAYERS = "Layers"
 NAMES = {
     CORE: OPS,
     DCN: "DCN",
-    HOST: "Host link",
+    TO_HOST: "Host link, out",
+    FROM_HOST: "Host link, in",
     SPARSECORE: "SparseCore",
     COPY: "Copies between memories",
 }
@@ -54,7 +55,7 @@ def tracks(step: "CompiledStep") -> list[str]:
     """Names of all tracks from top to bottom."""
     used = {s.track for s in step.replay.spans} - {CORE, LOOPS}
     links = sorted(used - NAMES.keys())
-    others = [r for r in (DCN, HOST, SPARSECORE, COPY) if r in used]
+    others = [r for r in (DCN, TO_HOST, FROM_HOST, SPARSECORE, COPY) if r in used]
     return [STEPS, MODULES, LAYERS, *map(track_name, [CORE, *links, *others])]
 
 
