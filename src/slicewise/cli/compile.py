@@ -39,7 +39,10 @@ def _compile(arguments: argparse.Namespace) -> int:
     from slicewise.compile.beside import beside_plan
     from slicewise.compile.compiler import Request, compile_request
     from slicewise.report import compiled as report
+    from slicewise.report import timeline
 
+    if arguments.trace:
+        timeline.check_path(arguments.trace)
     timeout_s = quantities.seconds(arguments.timeout, "--timeout")
     limit = (
         quantities.byte_count(arguments.memory_limit, "--memory-limit") if arguments.memory_limit else None
