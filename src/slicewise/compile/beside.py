@@ -17,7 +17,7 @@ MEMORY = {
     "saved activations": (("activations",), ("saved activations",)),
     "temporaries": (
         ("gradients", "working set", "logits"),
-        ("temporaries", "fragmentation", "batch", "cache", "results", "other"),
+        ("gradients", "copies of weights", "temporaries", "fragmentation", "batch", "cache", "results", "other"),
     ),
 }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slicewise.compile.hlo import HBM, HOST, Computation, Instruction, Module
-from slicewise.compile.places import origin
+from slicewise.compile.places import origin, usual_pass
 
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+)(?:, color (\d+))?, (.*):$")
 _VALUE = re.compile(
@@ -156,8 +156,8 @@ class _Region:
 
     start: int
     end: int
-    offset: int
-    value: Value
+    written: int  # last step that writes into it, -1 where values only pass through a loop
+    value: Value  # the most telling of those that take turns
 
 
 def _temporaries(
@@ -173,7 +173,12 @@ def _temporaries(
     makers = {v.name: _maker(module, instructions, v.name) for v in allocation.values}
     origins = {name: origin(module, maker) for name, maker in makers.items()}
     ranks = {
-        name: (makers[name] is not instructions.get(name), bool(source), bool(op_name), not _carried(name))
+        name: (
+            _update(module, instructions.get(name)) is not None,
+            bool(source),
+            bool(op_name),
+            not _carried(name),
+        )
         for name, (op_name, source) in origins.items()
     }
     regions = _regions(allocation, ranges, ranks)
@@ -184,13 +189,12 @@ def _temporaries(
     live = np.cumsum(live)[: len(profile)]
     profile += live
     peak = int(live.argmax())
-    boundary = _boundary(module, steps)
+    passes = _passes(module, steps)
     components: dict[str, float] = {}
     for r in regions:
         if not r.start <= peak <= r.end:
             continue
-        crosses = boundary is not None and r.start < boundary <= r.end
-        component = "saved activations" if crosses else "temporaries"
+        component = _component(r, passes)
         components[component] = components.get(component, 0.0) + r.value.bytes
         op_name, source = origins[r.value.name]
         held.append(Buffer(r.value.bytes, component, r.value.shape, op_name or r.value.name, source))
@@ -203,16 +207,23 @@ def _carried(name: str) -> bool:
     return name.startswith(("while", "wide", "param", "get-tuple"))
 
 
+def _update(module: Module, i: Instruction | None) -> Instruction | None:
+    """The instruction of a fusion that writes a slice of the fusion's result in place."""
+    if i is None or i.opcode != "fusion":
+        return None
+    inner = module.computations[i.called[0]]
+    written = _through(inner, inner.root)
+    return written if written.opcode == "dynamic-update-slice" else None
+
+
 def _maker(module: Module, instructions: Mapping[str, Instruction], name: str) -> Instruction | None:
     """What computes a value. Of one that a loop writes slice by slice, what computes a slice."""
     i = instructions.get(name)
-    if i is None or i.opcode != "fusion":
+    update = _update(module, i)
+    if i is None or update is None:
         return i
     inner = module.computations[i.called[0]]
-    written = _through(inner, inner.root)
-    if written.opcode != "dynamic-update-slice":
-        return i
-    value = _through(inner, inner.instructions[written.operands[1]])
+    value = _through(inner, inner.instructions[update.operands[1]])
     if value.opcode != "parameter":
         return value if value.frame else i
     outer = instructions.get(i.operands[int(value.operand_text)])
@@ -237,7 +248,7 @@ def _regions(
     for value in allocation.values:
         span = ranges.get((value.name, value.index))
         if span is not None:
-            region = _Region(*span, value.offset, value)
+            region = _Region(*span, -1 if _carried(value.name) else span[0], value)
             by_place.setdefault((value.offset, value.bytes), []).append(region)
     merged: list[_Region] = []
     for regions in by_place.values():
@@ -245,8 +256,9 @@ def _regions(
         current = regions[0]
         for r in regions[1:]:
             if r.start <= current.end:
-                best = max(current.value, r.value, key=lambda v: ranks[v.name])
-                current = _Region(current.start, max(current.end, r.end), current.offset, best)
+                best = max(current, r, key=lambda region: ranks[region.value.name])
+                end, written = max(current.end, r.end), max(current.written, r.written)
+                current = _Region(current.start, end, written, best.value)
             else:
                 merged.append(current)
                 current = r
@@ -254,12 +266,45 @@ def _regions(
     return merged
 
 
-def _boundary(module: Module, steps: Sequence[str]) -> int | None:
-    """The step at which the backward pass over the layers begins; None in a program without one."""
-    backward: set[str] = set()
+@dataclass(frozen=True)
+class _Passes:
+    """Steps at which the layers' forward and backward loops begin and end."""
+
+    forward_start: int
+    forward_end: int
+    backward_start: int
+    backward_end: int
+
+
+def _component(region: _Region, passes: _Passes | None) -> str:
+    """By when it lives. What is made before the layers and outlives their forward pass is a copy of weights, what that
+    pass leaves for the backward pass is saved, what comes later and is still there in it, or after it, is a gradient.
+    """
+    if passes is None or region.end < passes.backward_start:
+        return "temporaries"
+    if max(region.start, region.written) < passes.forward_start:
+        return "copies of weights"
+    if region.start <= passes.forward_end:
+        return "saved activations"
+    outlives = region.start <= passes.backward_end < region.end
+    return "gradients" if region.start < passes.backward_start or outlives else "temporaries"
+
+
+def _passes(module: Module, steps: Sequence[str]) -> _Passes | None:
+    """None for a program without a backward pass. The loop of the loss belongs to neither."""
+    numbers = {name: n for n, name in enumerate(steps)}
+    forward: list[int] = []
+    backward: list[int] = []
     for i in module.entry.instructions.values():
-        if i.opcode == "while":
-            body = module.computations[i.attribute("body").lstrip("%")].instructions
-            if any("transpose(" in j.op_name for j in (i, *body.values())):
-                backward |= body.keys()
-    return next((n for n, name in enumerate(steps) if name in backward), None)
+        if i.opcode != "while":
+            continue
+        body = module.computations[i.attribute("body").lstrip("%")]
+        mine = [numbers[name] for name in body.instructions if name in numbers]
+        if usual_pass(body) in ("backward", "recomputed"):
+            backward += mine
+        elif not any(origin(module, j)[1].startswith("model/loss.py") for j in body.instructions.values()):
+            forward += mine
+    if not backward:
+        return None
+    before = [n for n in forward if n < min(backward)]
+    return _Passes(min(before, default=0), max(before, default=0), min(backward), max(backward))

@@ -45,7 +45,7 @@ def places(module: Module, program: str) -> Mapping[str, tuple[str, str]]:
     """
     found = {}
     for computation in module.computations.values():
-        usual = _usual_pass(computation) if computation is not module.entry else "update"
+        usual = usual_pass(computation) if computation is not module.entry else "update"
         for i in computation.instructions.values():
             told = _telling(module, i)
             of_pass = pass_of(told)
@@ -57,7 +57,7 @@ def places(module: Module, program: str) -> Mapping[str, tuple[str, str]]:
     return found
 
 
-def _usual_pass(computation: Computation) -> str:
+def usual_pass(computation: Computation) -> str:
     """That of most instructions that say it."""
     said = Counter(pass_of(i) for i in computation.instructions.values() if i.op_name)
     return said.most_common(1)[0][0] if said else "update"
