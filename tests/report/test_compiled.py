@@ -68,6 +68,13 @@ def test_communication_is_by_mesh_axis_and_network(compiled_step):
     assert row(two, "dcn data ")
 
 
+def test_each_link_says_how_busy_it_is(compiled_step):
+    said = report.busy(compiled_step("tiny_v5p_two_slices"))
+    assert said.startswith("Busy of a step: core ")
+    assert all(f"{name} " in said for name in ("ICI x+", "DCN", "Host link, out", "Host link, in"))
+    assert said in shown(compiled_step("tiny_v5p_two_slices"))
+
+
 def test_host_transfers_and_host_memory_stand_apart(compiled_step):
     step = compiled_step("tiny_v5p_two_slices")
     text = shown(step)

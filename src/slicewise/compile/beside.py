@@ -17,7 +17,16 @@ MEMORY = {
     "saved activations": (("activations",), ("saved activations",)),
     "temporaries": (
         ("gradients", "working set", "logits"),
-        ("gradients", "copies of weights", "temporaries", "fragmentation", "batch", "cache", "results", "other"),
+        (
+            "gradients",
+            "copies of weights",
+            "temporaries",
+            "fragmentation",
+            "batch",
+            "cache",
+            "results",
+            "other",
+        ),
     ),
 }
 

@@ -163,7 +163,9 @@ def _shape(computation: Computation, name: str) -> tuple[Array, ...]:
     return instruction.shape if instruction else ()
 
 
-def _read_bytes(module: Module, inner: Computation, parameter: Instruction, given: tuple[Array, ...]) -> float:
+def _read_bytes(
+    module: Module, inner: Computation, parameter: Instruction, given: tuple[Array, ...]
+) -> float:
     """Bytes of HBM that a fusion reads of one operand: only the slices, where it only slices it."""
     full = sum(a.bytes for a in given if a.space == HBM)
     if not full:

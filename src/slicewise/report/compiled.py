@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from slicewise.compile.schedule import CORE
 from slicewise.costs.units import count, duration, quantity
 from slicewise.report import training
 from slicewise.report.console import say
 from slicewise.report.jsonable import SCHEMA, jsonable
 from slicewise.report.tables import table
+from slicewise.report.timeline import track_name
 
 if TYPE_CHECKING:
     from slicewise.compile.analysis import CompiledStep
@@ -140,6 +142,16 @@ def waits(step: "CompiledStep") -> dict[str, float]:
     }
 
 
+def busy(step: "CompiledStep") -> str:
+    """Shares of a step in which the core computes and each resource beside it works."""
+    known = step.replay.totals.busy
+    shares = [
+        f"{'core' if resource == CORE else track_name(resource)} {seconds / step.replay.seconds:.1%}"
+        for resource, seconds in sorted(known.items(), key=lambda item: (item[0] != CORE, item[0]))
+    ]
+    return f"Busy of a step: {', '.join(shares)}."
+
+
 def executed_flops(step: "CompiledStep") -> float:
     """Of one device and one step, recomputed ones too."""
     return sum(step.flops.values())
@@ -184,6 +196,7 @@ def document(step: "CompiledStep", comparison: "Comparison") -> dict[str, Any]:
             "seconds": totals.communication.get("host", 0.0),
             "exposed_s": totals.exposed.get("host", 0.0),
         },
+        "busy_s": jsonable(totals.busy),
         "flops": {
             "useful": useful_flops(step),
             "executed": executed_flops(step),
@@ -227,6 +240,8 @@ def show(out: Console, step: "CompiledStep", comparison: "Comparison") -> None:
         say(out, "")
         say(out, title, "bold")
         out.print(made)
+        if title.startswith("Communication"):
+            say(out, busy(step), "dim")
     if step.out_of_memory is None:
         say(out, "")
         beside(out, step, comparison)

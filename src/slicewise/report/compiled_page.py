@@ -88,7 +88,13 @@ def _parts(step: "CompiledStep") -> Grid:
 def _communication(step: "CompiledStep") -> Grid:
     columns = ["over", "sent", "time", "overlapped", "exposed"]
     rows = words.communication_rows(step) or [["nothing", "-", "-", "-", "-"]]
-    return Grid("Communication of a device", "Of one step, by mesh axes.", columns, rows, marked=None)
+    return Grid(
+        "Communication of a device",
+        f"Of one step, by mesh axes. {words.busy(step)}",
+        columns,
+        rows,
+        marked=None,
+    )
 
 
 def _flops(step: "CompiledStep") -> Grid:
