@@ -22,7 +22,14 @@ def test_layers_and_forbidden_imports():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["config", "steps=3"], ["train", "--help"], ["train", "stepz=3"]]
+    "arguments",
+    [
+        ["--help"],
+        ["config", "steps=3"],
+        ["train", "--help"],
+        ["train", "stepz=3"],
+        ["compile", "--chip", "h100", "--topology", "8"],
+    ],
 )
 def test_what_needs_no_device_imports_no_jax(arguments):
     script = (
