@@ -29,6 +29,17 @@ def test_saved_activations_gradients_and_copies_of_weights_are_told_apart(compil
     assert held["optimizer"] == pytest.approx(2 * held["weights"], rel=0.01)
 
 
+def test_saved_activations_go_by_the_names_that_remat_policies_know(compiled_step):
+    """Full rematerialisation keeps the layers' inputs; the compiler adds what it does not want to compute again."""
+    memory = compiled_step("too_large_v5e").memory
+    assert memory.saved["decoder_layer_input"] == 32 * 2 * 8192 * 4096 * 2
+    assert sum(memory.saved.values()) == pytest.approx(memory.hbm_bytes["saved activations"])
+    named = next(b for b in memory.largest if b.tensor)
+    assert (named.tensor, named.component) == ("decoder_layer_input", "saved activations")
+    assert named.source.startswith("model/")
+    assert compiled_step("tiny_v5e_decode").memory.saved == {}
+
+
 def test_host_memory_is_apart(compiled_step):
     """Queries, keys and values of two layers that wait on the host, in whole tiles."""
     memory = compiled_step("tiny_v5p_two_slices").memory

@@ -88,7 +88,7 @@ def test_buffers_say_what_makes_them(compiled_step):
     rows = report.buffer_rows(compiled_step("too_large_v5e").memory.largest)
     assert all(made for _, made, _, _ in rows)
     saved = next(r for r in rows if r[0] == "saved activations")
-    assert saved[1].startswith("model/transformer.py:")
+    assert saved[1].startswith("decoder_layer_input, model/transformer.py:")
     assert saved[2] == "bf16[32,2,8192,4096]"
     assert saved[3] == "4.00 GiB"
     assert any(made == "state.params.layers.w_gate" for _, made, _, _ in rows)
@@ -112,6 +112,11 @@ def test_what_fits_for_the_compiler_but_not_for_the_chip_does_not_fit(compiled_s
     assert not small.fits
     assert report.verdict(small).startswith("It does not fit: it needs ")
     assert "more than the 1.00 MiB there are." in report.verdict(small)
+
+
+def test_saved_activations_are_listed_by_name(compiled_step):
+    text = shown(compiled_step("too_large_v5e"))
+    assert row(text, "  decoder_layer_input")[1].strip() == "4.00 GiB"
 
 
 @pytest.mark.parametrize(

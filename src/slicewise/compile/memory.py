@@ -2,13 +2,14 @@
 over the schedule."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from slicewise.compile.hlo import HBM, HOST, Computation, Instruction, Module
 from slicewise.compile.places import origin, usual_pass
+from slicewise.costs.remat import TENSORS
 
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+)(?:, color (\d+))?, (.*):$")
 _VALUE = re.compile(
@@ -17,7 +18,10 @@ _VALUE = re.compile(
 _ARGUMENT = re.compile(r"parameter (\d+)")
 _RANGE = re.compile(r"^    ([\w.\-]+)(\{[\d,]*\}):(\d+)-(\d+)$")
 _STEP = re.compile(r"^    (\d+):([\w.\-]+)$")
+_TENSOR = re.compile(rf"/((?:moe_|shared_)?(?:{'|'.join(TENSORS)}))/")  # the scope that model/remat.py names
 SHOWN_BUFFERS = 12
+FORMS = ("bitcast", "reshape", "convert", "copy", "transpose", "reduce-precision")  # other forms of one value
+MOST_FORMS = 32
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Buffer:
     shape: str
     op_name: str  # of the instruction that makes it, or its name; of an argument its name
     source: str  # file:line, empty for an argument
+    tensor: str = ""  # of a saved activation its name, as remat policies know it
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Memory:
     limit_bytes: float
     largest: tuple[Buffer, ...]
     over_schedule: tuple[tuple[str, float], ...]
+    saved: Mapping[str, float]  # saved activations by name
 
     @property
     def total_bytes(self) -> float:
@@ -137,8 +143,12 @@ def memory_of(module: Module, buffers: str, live_ranges: str, limit_bytes: float
         for component, size in _temporaries(module, a, steps, ranges, instructions, profile, held).items():
             components[component] = components.get(component, 0.0) + size
     held.sort(key=lambda b: -b.bytes)
+    saved: dict[str, float] = {}
+    for b in held:
+        if b.component == "saved activations":
+            saved[b.tensor or "unnamed"] = saved.get(b.tensor or "unnamed", 0.0) + b.bytes
     over = tuple((step, fixed + float(b)) for step, b in zip(steps, profile, strict=False))
-    return Memory(components, host, limit_bytes, tuple(held[:SHOWN_BUFFERS]), over)
+    return Memory(components, host, limit_bytes, tuple(held[:SHOWN_BUFFERS]), over, saved)
 
 
 def _argument_component(arguments: Mapping[int, Instruction], number: int) -> str:
@@ -170,16 +180,10 @@ def _temporaries(
     held: list[Buffer],
 ) -> dict[str, float]:
     """Components of the temporaries at the step where most are live; what no live value explains is fragmentation."""
-    makers = {v.name: _maker(module, instructions, v.name) for v in allocation.values}
-    origins = {name: origin(module, maker) for name, maker in makers.items()}
+    made = {(v.name, v.index): _made(module, instructions, v) for v in allocation.values}
     ranks = {
-        name: (
-            _update(module, instructions.get(name)) is not None,
-            bool(source),
-            bool(op_name),
-            not _carried(name),
-        )
-        for name, (op_name, source) in origins.items()
+        key: (bool(m.tensor), m.by_slices, bool(m.source), bool(m.op_name), not _carried(key[0]))
+        for key, m in made.items()
     }
     regions = _regions(allocation, ranges, ranks)
     live = np.zeros(len(profile) + 1)
@@ -196,8 +200,10 @@ def _temporaries(
             continue
         component = _component(r, passes)
         components[component] = components.get(component, 0.0) + r.value.bytes
-        op_name, source = origins[r.value.name]
-        held.append(Buffer(r.value.bytes, component, r.value.shape, op_name or r.value.name, source))
+        m = made[r.value.name, r.value.index]
+        tensor = m.tensor if component == "saved activations" else ""
+        op_name = m.op_name or r.value.name
+        held.append(Buffer(r.value.bytes, component, r.value.shape, op_name, m.source, tensor))
     components["fragmentation"] = allocation.bytes - sum(components.values())
     return components
 
@@ -207,40 +213,72 @@ def _carried(name: str) -> bool:
     return name.startswith(("while", "wide", "param", "get-tuple"))
 
 
-def _update(module: Module, i: Instruction | None) -> Instruction | None:
-    """The instruction of a fusion that writes a slice of the fusion's result in place."""
-    if i is None or i.opcode != "fusion":
-        return None
+@dataclass(frozen=True)
+class _Made:
+    """How a value comes to be. ``tensor`` is the name under which a remat policy keeps it."""
+
+    op_name: str
+    source: str
+    tensor: str = ""
+    by_slices: bool = False  # a loop writes it, a slice a round
+
+
+def _made(module: Module, instructions: Mapping[str, Instruction], value: Value) -> _Made:
+    i = instructions.get(value.name)
+    chain = list(_written(module, instructions, i, value.index)) if i is not None else []
+    tensor = next((found[1] for c in chain if (found := _TENSOR.search(c.op_name))), "")
+    said = next((o for c in reversed(chain) if (o := origin(module, c))[1]), origin(module, i))
+    return _Made(*said, tensor, bool(chain))
+
+
+def _written(
+    module: Module, instructions: Mapping[str, Instruction], i: Instruction, index: str
+) -> Iterator[Instruction]:
+    """What a fusion writes into its result slice by slice, followed back to what computes it."""
+    if i.opcode != "fusion":
+        return
     inner = module.computations[i.called[0]]
-    written = _through(inner, inner.root)
-    return written if written.opcode == "dynamic-update-slice" else None
+    node = _element(inner, inner.root, index)
+    for _ in range(MOST_FORMS):
+        if node.opcode != "bitcast":
+            break
+        node = inner.instructions[node.operands[0]]
+    if node.opcode != "dynamic-update-slice":
+        return
+    node = inner.instructions[node.operands[1]]
+    for _ in range(MOST_FORMS):
+        yield node
+        if node.opcode in FORMS:
+            node = inner.instructions[node.operands[0]]
+        elif node.opcode == "parameter":
+            outer = instructions.get(i.operands[int(node.operand_text)])
+            index = "{}"
+            if outer is not None and outer.opcode == "get-tuple-element":
+                index = f"{{{outer.attribute('index')}}}"
+                outer = instructions.get(outer.operands[0])
+            if outer is None or outer.opcode == "parameter":
+                return
+            yield outer
+            if outer.opcode != "fusion":
+                return
+            i, inner = outer, module.computations[outer.called[0]]
+            node = _element(inner, inner.root, index)
+        else:
+            return
 
 
-def _maker(module: Module, instructions: Mapping[str, Instruction], name: str) -> Instruction | None:
-    """What computes a value. Of one that a loop writes slice by slice, what computes a slice."""
-    i = instructions.get(name)
-    update = _update(module, i)
-    if i is None or update is None:
-        return i
-    inner = module.computations[i.called[0]]
-    value = _through(inner, inner.instructions[update.operands[1]])
-    if value.opcode != "parameter":
-        return value if value.frame else i
-    outer = instructions.get(i.operands[int(value.operand_text)])
-    return outer if outer is not None and origin(module, outer)[1] else i
-
-
-def _through(computation: Computation, i: Instruction) -> Instruction:
-    """What ``i`` is another form of."""
-    while i.opcode in ("bitcast", "reshape", "convert", "copy", "transpose") and i.operands:
-        i = computation.instructions[i.operands[0]]
-    return i
+def _element(inner: Computation, root: Instruction, index: str) -> Instruction:
+    """The element ``{n}`` of a tuple; of the whole tuple, or of what is none, the instruction itself."""
+    number = index.strip("{}")
+    if root.opcode != "tuple" or not number.isdigit():
+        return root
+    return inner.instructions[root.operands[int(number)]]
 
 
 def _regions(
     allocation: Allocation,
     ranges: Mapping[tuple[str, str], tuple[int, int]],
-    ranks: Mapping[str, tuple[bool, ...]],
+    ranks: Mapping[tuple[str, str], tuple[bool, ...]],
 ) -> list[_Region]:
     """Values that take turns in the same bytes without a gap (a loop's input, state and result) are one region, named
     after the one of the highest rank: that tells most of where it comes from."""
@@ -256,7 +294,7 @@ def _regions(
         current = regions[0]
         for r in regions[1:]:
             if r.start <= current.end:
-                best = max(current, r, key=lambda region: ranks[region.value.name])
+                best = max(current, r, key=lambda region: ranks[region.value.name, region.value.index])
                 end, written = max(current.end, r.end), max(current.written, r.written)
                 current = _Region(current.start, end, written, best.value)
             else:

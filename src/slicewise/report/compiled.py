@@ -101,8 +101,9 @@ def cost_of_compiling(step: "CompiledStep") -> str:
 
 
 def source_of(buffer: "Buffer") -> str:
-    """The line that makes a buffer, or the argument that it is."""
-    return buffer.source or _short(buffer.op_name)
+    """The line that makes a buffer, or the argument that it is; before it a saved activation's name."""
+    place = buffer.source or _short(buffer.op_name)
+    return f"{buffer.tensor}, {place}" if buffer.tensor else place
 
 
 def _short(op_name: str) -> str:
@@ -184,6 +185,7 @@ def document(step: "CompiledStep", comparison: "Comparison") -> dict[str, Any]:
             "total_bytes": m.total_bytes,
             "limit_bytes": m.limit_bytes,
             "host_bytes": m.host_bytes,
+            "saved_bytes": jsonable(m.saved),
             "largest": jsonable(m.largest),
         },
         "seconds": [
@@ -261,6 +263,9 @@ def memory_table(step: "CompiledStep") -> Table:
     for name, held in sorted(m.hbm_bytes.items(), key=lambda item: -item[1]):
         if held:
             made.add_row(name, size(held), f"{held / m.limit_bytes:.1%}")
+        if name == "saved activations" and m.saved.keys() - {"unnamed"}:
+            for tensor, kept in sorted(m.saved.items(), key=lambda item: -item[1]):
+                made.add_row(f"  {tensor}", size(kept), f"{kept / m.limit_bytes:.1%}")
     made.add_section()
     made.add_row("in all", size(m.total_bytes), f"{m.total_bytes / m.limit_bytes:.1%}")
     made.add_row("a program can have", size(m.limit_bytes), "")
