@@ -125,7 +125,7 @@ def test_saved_activations_are_listed_by_name(compiled_step):
         (
             "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for"
             " HLO temporaries (23.46G) exceeds available HBM (15.75G).",
-            "its temporaries need 23.46 GiB a device, and 15.75 GiB are there.",
+            "it needs 23.46 GiB a device, and 15.75 GiB are there.",
         ),
         (
             "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.10G of 15.75G hbm. Exceeded hbm"

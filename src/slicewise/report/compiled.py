@@ -28,7 +28,8 @@ PROGRAMS = {
     "prefill": "a prefill",
     "decode": "a decode step",
 }
-_TEMPORARIES = re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT])\) exceeds .*\(([\d.]+)([KMGT])\)")
+# The compiler says temporaries, and counts arguments too.
+_REQUIRED = re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT])\) exceeds .*\(([\d.]+)([KMGT])\)")
 _USED = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])")
 
 
@@ -61,9 +62,7 @@ def verdict(step: "CompiledStep") -> str:
 
 def refusal(message: str) -> str:
     """The compiler's out-of-memory message as a sentence."""
-    if found := _TEMPORARIES.search(message):
-        return f"its temporaries need {_gib(*found.group(1, 2))} a device, and {_gib(*found.group(3, 4))} are there."
-    if found := _USED.search(message):
+    if found := _REQUIRED.search(message) or _USED.search(message):
         return f"it needs {_gib(*found.group(1, 2))} a device, and {_gib(*found.group(3, 4))} are there."
     text = message.splitlines()[0].rpartition("Hbm")[2] if "Hbm" in message else message.splitlines()[0]
     return text.partition(":")[2].strip() or message.splitlines()[0]
