@@ -36,10 +36,27 @@ class Rates:
     overhead_s: float  # of one instruction
 
 
+@dataclass(frozen=True)
+class AttentionRates:
+    """Of the attention kernel, on every chip; see calibration.toml."""
+
+    mxu_overhead: float  # time of a block over that of its products, where these decide
+    grid_step_s: float
+
+
+@functools.cache
+def _calibration() -> dict:
+    return tomllib.loads((resources.files("slicewise.compile") / "calibration.toml").read_text())
+
+
 @functools.cache
 def rates() -> Mapping[str, Rates]:
-    text = (resources.files("slicewise.compile") / "calibration.toml").read_text()
-    return {name: Rates(**values) for name, values in tomllib.loads(text).items()}
+    return {name: Rates(**values) for name, values in _calibration().items() if name != "attention"}
+
+
+@functools.cache
+def attention_rates() -> AttentionRates:
+    return AttentionRates(**_calibration()["attention"])
 
 
 @dataclass(frozen=True)
@@ -250,8 +267,8 @@ def _custom_call(computation: Computation, instruction: Instruction, device: Dev
 def _splash(computation: Computation, instruction: Instruction, device: Device) -> OpCost:
     """The attention kernel: its active blocks, each the slower of products and softmax, and its grid steps.
 
-    The constants are the planner's (costs/compute.py, from the bundles of compiled kernels), the block sizes those that
-    the kernel names in its metadata, the window that which its operands allow: causal halves the blocks.
+    Cycles of a logit are those of the bundles of compiled kernels (costs/compute.py), the block sizes those that the
+    kernel names in its metadata, the active blocks those that it lists among its operands.
     """
     settings = _kernel_settings(instruction)
     backward = "dkv" in instruction.name or "_dq" in instruction.name
@@ -271,9 +288,9 @@ def _splash(computation: Computation, instruction: Instruction, device: Device) 
         width, softmax = 2 * (3 * qk + 2 * vv), SOFTMAX_BACKWARD
     else:
         width, softmax = 2 * (2 * qk + vv), SOFTMAX_FORWARD
-    kernels = device.kernels
-    product_s = kernels.attention_mxu_overhead * width * device.cores / device.flops_per_s
-    seconds = logits * max(product_s, softmax / device.clock_hz) + blocks * kernels.grid_step_us * 1e-6
+    known = attention_rates()
+    product_s = known.mxu_overhead * width * device.cores / device.flops_per_s
+    seconds = logits * max(product_s, softmax / device.clock_hz) + blocks * known.grid_step_s
     useful = rows * heads * tokens * keys / 2 * (2 * (qk_dim + v_dim)) * (2.5 if backward else 1)
     return OpCost("attention", seconds / device.cores, useful, q.bytes * 4)
 
