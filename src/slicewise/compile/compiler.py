@@ -69,7 +69,15 @@ class Request:
         """Digest of everything that decides the outcome."""
         config = {k: v for k, v in self.config.model_dump().items() if k not in IRRELEVANT}
         spec = load_spec(config["model"].pop("model")).model_dump()  # what its file says now
-        parts = [config, spec, self.slice_text, self.cluster.num_slices, self.program, self.depth, self.serialize]
+        parts = [
+            config,
+            spec,
+            self.slice_text,
+            self.cluster.num_slices,
+            self.program,
+            self.depth,
+            self.serialize,
+        ]
         parts += [_versions(), _source_digest()]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -127,6 +127,8 @@ def _inner_work(module: Module, inner: Computation) -> tuple[float, float, bool]
     """(FLOPs of products, elements of other instructions, whether a product is of 8-bit operands) of a fusion."""
     flops, elements, eight_bit = 0.0, 0.0, False
     for i in inner.instructions.values():
+        if _is_view(i):
+            continue
         if i.opcode == "fusion":
             f, e, b = _inner_work(module, module.computations[i.called[0]])
             flops, elements, eight_bit = flops + f, elements + e, eight_bit or b
@@ -138,7 +140,8 @@ def _inner_work(module: Module, inner: Computation) -> tuple[float, float, bool]
             and i.opcode not in ("broadcast", "reshape", "custom-call")
             and not _is_collective(i)
         ):
-            elements += max((a.elements for a in i.shape), default=0)
+            made = _shape(inner, i.operands[1]) if i.opcode == "dynamic-update-slice" else i.shape
+            elements += max((a.elements for a in made), default=0)
     return flops, elements, eight_bit
 
 
@@ -171,6 +174,13 @@ def _flops(computation: Computation, instruction: Instruction) -> tuple[float, b
     return 2.0 * macs, narrow
 
 
+def _is_view(i: Instruction) -> bool:
+    """Whether the result is the operand itself: a bitcast, or within a fusion a change of tiling on the way."""
+    return i.opcode == "bitcast" or (
+        i.opcode == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in i.attributes
+    )
+
+
 def _is_collective(i: Instruction) -> bool:
     return i.opcode.startswith(OPS)
 
@@ -180,7 +190,9 @@ def _shape(computation: Computation, name: str) -> tuple[Array, ...]:
     return instruction.shape if instruction else ()
 
 
-def _read_bytes(module: Module, inner: Computation, parameter: Instruction, given: tuple[Array, ...]) -> float:
+def _read_bytes(
+    module: Module, inner: Computation, parameter: Instruction, given: tuple[Array, ...]
+) -> float:
     """Bytes of HBM that a fusion reads of one operand: only the slices, where it only slices it."""
     full = sum(a.bytes for a in given if a.space == HBM)
     if not full:
@@ -204,11 +216,11 @@ def _read_bytes(module: Module, inner: Computation, parameter: Instruction, give
 
 @functools.cache
 def _uses(inner: Computation) -> dict[str, list[Instruction]]:
-    """Who reads each value, seen through bitcasts."""
+    """Who reads each value, seen through views."""
     alias: dict[str, str] = {}
     uses: dict[str, list[Instruction]] = {}
     for i in inner.instructions.values():
-        if i.opcode == "bitcast" and i.operands:
+        if _is_view(i) and i.operands:
             alias[i.name] = alias.get(i.operands[0], i.operands[0])
             continue
         for o in i.operands:
