@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from slicewise.catalog.model import Experts, ModelSpec
-from slicewise.kernels.grouped_matmul.api import grouped_matmul
+from slicewise.kernels.grouped_matmul.api import REFERENCE, Kernel, grouped_matmul
 from slicewise.model.layers import activate, mlp
 from slicewise.model.linear import linear
 from slicewise.model.params import Layers, Moe, Params
@@ -47,7 +47,13 @@ class Usage:
 
 
 def moe(
-    w: Moe, spec: ModelSpec, h_BTD: jax.Array, segments_BT: jax.Array, weight: Callable, dispatch: Dispatch
+    w: Moe,
+    spec: ModelSpec,
+    h_BTD: jax.Array,
+    segments_BT: jax.Array,
+    weight: Callable,
+    dispatch: Dispatch,
+    kernel: Kernel = REFERENCE,
 ) -> tuple[jax.Array, Usage]:
     """The output [B, T, D] of routed and shared experts on normed tokens; padding (segment 0) is not routed."""
     e = spec.experts
@@ -63,7 +69,7 @@ def moe(
         experts=e.experts,
         dispatch=dispatch,
         prepare=lambda weights: _whole(weights, h_BTD.dtype),
-        grouped=lambda x_RD, sizes_G, weights: _grouped(weights, spec, x_RD, sizes_G),
+        grouped=lambda x_RD, sizes_G, weights: _grouped(weights, spec, x_RD, sizes_G, kernel),
         batched=lambda x_GSD, weights: _batched(weights, spec, x_GSD),
     )
     if w.shared is not None:
@@ -130,12 +136,14 @@ def _whole(weights: Weights, dtype: jnp.dtype) -> Weights:
     return {name: gather(name, w) for name, w in weights.items()}
 
 
-def _grouped(w: Weights, spec: ModelSpec, x_RD: jax.Array, sizes_G: jax.Array) -> jax.Array:
+def _grouped(
+    w: Weights, spec: ModelSpec, x_RD: jax.Array, sizes_G: jax.Array, kernel: Kernel
+) -> jax.Array:
     """Each row through the MLP of its group."""
     group_R = jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(len(x_RD)), side="right")
 
     def product(x: jax.Array, matrix: str, bias: str, name: str) -> jax.Array:
-        out = grouped_matmul(x, w[matrix], sizes_G)
+        out = grouped_matmul(x, w[matrix], sizes_G, kernel)
         if bias in w:
             out = out + w[bias].at[group_R].get(mode="fill", fill_value=0)
         return named(out, name)

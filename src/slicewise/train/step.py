@@ -17,6 +17,7 @@ from slicewise.costs.remat import chosen
 from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.kernels.attention.api import Tokens, choose
+from slicewise.kernels.grouped_matmul import api as grouped_matmul
 from slicewise.model import transformer
 from slicewise.model.loss import Loss, summed_loss
 from slicewise.model.quantization import Quantization, check
@@ -72,6 +73,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         config.compiler.scoped_vmem_limit_kib,
     )
     in_8_bits = quantization(config, spec)
+    grouped = grouped_matmul.choose(mesh) if spec.experts else grouped_matmul.REFERENCE
     remat = chosen(config.model.remat_policy, config.model.remat_tensors)
     layout, steps = transformer.weights(spec), config.optimizer.gradient_accumulation_steps
     accumulate.check(config.data.global_batch_size, steps, dict(mesh.shape))
@@ -95,6 +97,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
             remat=remat,
             kernel=kernel,
             quantization=in_8_bits,
+            grouped=grouped,
         )
         loss = Loss(spec.vocab, spec.tied_embeddings, spec.logits_softcap, z_loss_weight)
         total = summed_loss(x_BTD, transformer.output_matrix(params), batch["targets"], loss)
