@@ -68,7 +68,7 @@ def _product(
         group_sizes_G,
         _precision(x),
         x.dtype,
-        tiling=_tile(*x.shape, w.shape[1 if transposed else 2]),
+        tiling=_tile(len(x), x.shape[1], w.shape[1 if transposed else 2]),
         transpose_rhs=transposed,
         interpret=_how(interpret),
         manual_axis_type=jax.typeof(x).mat,
