@@ -114,9 +114,12 @@ class _Slots:
     taken_S: jax.Array
     slot_R: jax.Array
     kept_R: jax.Array
+    copies: int  # rows of one token, which follow each other
 
 
-jax.tree_util.register_dataclass(_Slots, data_fields=["row_S", "taken_S", "slot_R", "kept_R"], meta_fields=[])
+jax.tree_util.register_dataclass(
+    _Slots, data_fields=["row_S", "taken_S", "slot_R", "kept_R"], meta_fields=["copies"]
+)
 
 
 def _dropless(
@@ -133,7 +136,7 @@ def _dropless(
     rows = _sort(choice_BTK.reshape(B * T * K), experts)
     ways = jax.lax.axis_size(AXIS)
     if ways == 1:
-        slots = _whole_order(rows, experts)
+        slots = _whole_order(rows, experts, K)
         out_RD = _read(grouped(_filled(x_MD, slots), rows.sizes_E, w), slots)
         return _shared_out(out_RD, share_MK).reshape(B, T, D)
     part = min(math.ceil(B * T * K / ways * factor), B * T * min(K, experts // ways))
@@ -144,10 +147,10 @@ def _dropless(
     return _summed_rounds(one, rounds, rows, (x_MD, share_MK, w)).reshape(B, T, D)
 
 
-def _whole_order(rows: _Sorted, experts: int) -> _Slots:
+def _whole_order(rows: _Sorted, experts: int, copies: int) -> _Slots:
     """A slot for every row, in the order of the experts."""
     real_R = rows.expert_R < experts
-    return _Slots(rows.order_R, real_R[rows.order_R], rows.place_R, real_R)
+    return _Slots(rows.order_R, real_R[rows.order_R], rows.place_R, real_R, copies)
 
 
 def _one_round(
@@ -169,13 +172,14 @@ def _one_round(
         sent_PC.reshape(-1),
         to_R * part + index_R % part,
         (index_R // part == number) & (rows.expert_R < experts),
+        share_MK.shape[1],
     )
     expert_PC = jnp.where(sent_PC, rows.expert_R[row_PC] % here, here)
 
     sent_PCD = _filled(x_MD, slots).reshape(ways, part, D)
     x_PCD, expert_PC = (jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True) for x in (sent_PCD, expert_PC))
     arrived = _sort(expert_PC.reshape(-1), here)
-    order = _whole_order(arrived, here)
+    order = _whole_order(arrived, here, 1)
     out_SD = _read(grouped(_filled(x_PCD.reshape(-1, D), order), arrived.sizes_E, w), order)
     out_PCD = jax.lax.all_to_all(out_SD.reshape(ways, part, D), AXIS, 0, 0, tiled=True)
     return _shared_out(_read(out_PCD.reshape(-1, D), slots), share_MK)
@@ -226,18 +230,16 @@ _summed_rounds.defvjp(_rounds_forward, _rounds_backward)
 
 @jax.custom_vjp
 def _filled(x_MD: jax.Array, slots: _Slots) -> jax.Array:
-    """Slots [S, D] with the tokens of their rows, R / M rows of each token in turn; zero where none stands."""
-    copies = len(slots.slot_R) // len(x_MD)
-    return jnp.where(slots.taken_S[:, None], x_MD[slots.row_S // copies], 0)
+    """Slots [S, D] with the tokens of their rows; zero where none stands."""
+    return jnp.where(slots.taken_S[:, None], x_MD[slots.row_S // slots.copies], 0)
 
 
 def _filled_forward(x_MD: jax.Array, slots: _Slots) -> tuple:
-    return _filled(x_MD, slots), (slots, len(x_MD))
+    return _filled(x_MD, slots), slots
 
 
-def _filled_backward(saved: tuple, grad_SD: jax.Array) -> tuple:
-    slots, M = saved
-    return _read(grad_SD, slots).reshape(M, -1, grad_SD.shape[1]).sum(1), None
+def _filled_backward(slots: _Slots, grad_SD: jax.Array) -> tuple:
+    return _read(grad_SD, slots).reshape(-1, slots.copies, grad_SD.shape[1]).sum(1), None
 
 
 _filled.defvjp(_filled_forward, _filled_backward)
@@ -305,4 +307,5 @@ def _capacity_slots(choice_TK: jax.Array, *, experts: int, C: int) -> _Slots:
         (index_C < rows.sizes_E[:, None]).reshape(-1),
         by_token(slot_R),
         by_token(kept_R),
+        K,
     )
