@@ -136,9 +136,7 @@ def _whole(weights: Weights, dtype: jnp.dtype) -> Weights:
     return {name: gather(name, w) for name, w in weights.items()}
 
 
-def _grouped(
-    w: Weights, spec: ModelSpec, x_RD: jax.Array, sizes_G: jax.Array, kernel: Kernel
-) -> jax.Array:
+def _grouped(w: Weights, spec: ModelSpec, x_RD: jax.Array, sizes_G: jax.Array, kernel: Kernel) -> jax.Array:
     """Each row through the MLP of its group."""
     group_R = jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(len(x_RD)), side="right")
 
