@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from slicewise.catalog.model import ModelSpec
 from slicewise.costs.remat import POLICIES, RematPolicy
 from slicewise.kernels.attention.api import REFERENCE, Kernel, Tokens
+from slicewise.kernels.grouped_matmul.api import Kernel as Grouped
 from slicewise.model import attention, rope
 from slicewise.model.attention import Cache
 from slicewise.model.layers import mlp, normed, weights_in
@@ -108,6 +109,7 @@ def states(
     kernel: Kernel = REFERENCE,
     dispatch: Dispatch = Dispatch(),  # noqa: B008  (frozen)
     quantization: Quantization | None = None,
+    grouped: Grouped = Grouped(),  # noqa: B008
     predict: bool = False,
 ) -> States:
     """The model in ``dtype`` without its output matrix; with ``predict`` also its prediction layers.
@@ -130,7 +132,7 @@ def states(
         if w.moe is None:
             out_BTD = mlp(w, spec, h_BTD, weight)
         else:
-            out_BTD, usage = moe(w.moe, spec, h_BTD, where.segments_BT, weight, dispatch)
+            out_BTD, usage = moe(w.moe, spec, h_BTD, where.segments_BT, weight, dispatch, grouped)
         if w.post_mlp_norm is not None:
             out_BTD = normed(out_BTD, w.post_mlp_norm, spec)
         return x_BTD + out_BTD, cached, usage
