@@ -20,7 +20,7 @@ from slicewise.model.linear import linear
 from slicewise.model.params import Layers, Moe, Params
 from slicewise.model.remat import GATHERED, named
 from slicewise.parallel.expert import Dispatch, mixed
-from slicewise.parallel.rules import RULES, gathered, partition
+from slicewise.parallel.rules import RULES, gathered, partition, residual
 
 BALANCE_STEP = 1e-3  # change of a balancing bias at each optimiser step (DeepSeek-V3, 2024, section 4.2)
 
@@ -56,6 +56,7 @@ def moe(
     """The output [B, T, D] of routed and shared experts on normed tokens; padding (segment 0) is not routed."""
     e = spec.experts
     assert e is not None
+    h_BTD = jax.sharding.reshard(h_BTD, partition("batch", "sequence", "activation"))
     choice_BTK, share_BTK, usage = route(w, e, h_BTD, segments_BT > 0)
     routed = {name: getattr(w, name) for name in DIMS if getattr(w, name) is not None}
     out_BTD = mixed(
@@ -70,6 +71,7 @@ def moe(
         grouped=lambda x_RD, sizes_G, weights: _grouped(weights, spec, x_RD, sizes_G, kernel),
         batched=lambda x_GSD, weights: _batched(weights, spec, x_GSD),
     )
+    out_BTD = jax.sharding.reshard(out_BTD, residual(out_BTD.shape[1]))
     if w.shared is not None:
         out_BTD = out_BTD + mlp(w.shared, spec, h_BTD, weight, prefix="shared_")
     return out_BTD, usage

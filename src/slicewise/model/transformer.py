@@ -24,7 +24,7 @@ from slicewise.model.params import Layers, Params, Prediction, init, leaves, pad
 from slicewise.model.quantization import Quantization, marked
 from slicewise.model.remat import checkpoint_policy, named
 from slicewise.parallel.expert import Dispatch
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import partition, residual
 
 __all__ = [
     "Caches",
@@ -123,6 +123,7 @@ def states(
     def layer(
         w: Layers, x_BTD: jax.Array, is_global: jax.Array, cached: Cache | None
     ) -> tuple[jax.Array, Cache | None, Usage | None]:
+        x_BTD = jax.sharding.reshard(x_BTD, residual(x_BTD.shape[1]))
         w, x_BTD = marked(w, quantization), named(x_BTD, "decoder_layer_input")
         attended_BTD, cached = attention.attend(
             w, spec, x_BTD, where, tables, is_global, cached, weight, kernel
@@ -140,7 +141,9 @@ def states(
     # A scan prevents common subexpressions of the two passes.
     layer = jax.checkpoint(layer, policy=checkpoint_policy(remat), prevent_cse=False)
     embedded_BTD = _embed(params, spec, tokens_BT, where, weight)
-    x_BTD, caches, usages = _scan(params, spec, layer, embedded_BTD, cache)
+    x_BTD = jax.sharding.reshard(embedded_BTD, residual(tokens_BT.shape[1]))
+    x_BTD, caches, usages = _scan(params, spec, layer, x_BTD, cache)
+    x_BTD = jax.sharding.reshard(x_BTD, partition("batch", "sequence", "activation"))
     predicted: list[jax.Array] = []
     if predict and params.prediction is not None:
         predicted, more = _predict(params.prediction, spec, layer, x_BTD, embedded_BTD, weight)
@@ -218,6 +221,7 @@ def _predict(
         )
         x_BTD = linear(both_BTX, weight(one.projection, "embed", "activation"), activation)
         x_BTD, _, usage = layer(one.layers, x_BTD, is_global, None)
+        x_BTD = jax.sharding.reshard(x_BTD, activation)
         found.append(normed(x_BTD, one.final_norm, spec))
         usages += [] if usage is None else [jax.tree.map(lambda u: u[None], usage)]
     return found, usages
