@@ -110,7 +110,10 @@ def test_overrides_of_a_finished_config_are_checked_too():
         with_overrides(RunConfig(), ["stepz=5"])
 
 
-@given(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=3, max_size=3), st.integers(0, 2))
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=len(AXES), max_size=len(AXES)),
+    st.integers(0, len(AXES) - 1),
+)
 def test_filled_axis_makes_the_product_match(degrees, fill):
     size = math.prod(degrees)
     asked = [-1 if i == fill else d for i, d in enumerate(degrees)]

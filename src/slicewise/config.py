@@ -86,6 +86,14 @@ class Model(Part):
     """Largest weight and activation that 8 bits hold; 0 = the largest there is, at each step."""
     quantization_stochastic_rounding: bool = False
     """Rounds gradients up or down at random instead of to the nearest."""
+    moe_dispatch: Literal["dropless", "capacity"] = "dropless"
+    """Whether experts compute every token that chose them, or drop what exceeds their capacity."""
+    capacity_factor: PositiveFloat = 1.25
+    """Room for an expert's tokens relative to an even share; when dropless, for a part of an all-to-all."""
+    load_balance_loss_weight: NonNegativeFloat = 0.001
+    """Weight of each sparse layer's balance loss."""
+    prediction_loss_weight: NonNegativeFloat = 0.3
+    """Weight of the mean loss of the layers of multi-token prediction."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-normaliser in the loss."""
 

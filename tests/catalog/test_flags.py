@@ -44,6 +44,12 @@ def test_nothing_asked_is_the_defaults_of_the_chip():
         assert flags.resolve([], chip).keys() == expected
 
 
+def test_a_default_group_can_be_left_out():
+    defaults = [name for name, group in flags.groups().items() if "v6e" in group.default]
+    assert defaults
+    assert flags.resolve([f"no-{name}" for name in defaults], "v6e") == {}
+
+
 @pytest.mark.parametrize(
     ("asked", "chip", "message"),
     [

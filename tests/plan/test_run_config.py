@@ -35,6 +35,8 @@ def test_a_config_is_priced_with_its_own_degrees_and_policy():
     [
         (["compute_dtype=float32"], "only bfloat16 steps can be priced; set compute_dtype=bfloat16"),
         (["ici_tensor_parallelism=3"], "does not divide the 8 devices"),
+        (["dcn_expert_parallelism=2", "dcn_data_parallelism=1"], "divided between slices cannot be priced"),
+        (["ici_expert_parallelism=2"], "expert = 2 does not divide the 1 experts of demo-1m"),
         (["ici_tensor_parallelism=8"], "tensor = 8 does not divide the heads"),
         (["global_batch_size=8"], "the nearest that can is 16"),
     ],
@@ -73,6 +75,20 @@ def test_every_remat_policy_of_the_search_can_be_written(policy, tmp_path):
     assert (got.saved, got.offloaded) == (policy.saved, policy.offloaded)
     again = run_config.priced(load_config(str(path)).config, SHAPE, PLACE)
     assert run_config.changes(again, planned) == ()
+
+
+@pytest.mark.parametrize("dispatch", [[], ["moe_dispatch=capacity", "capacity_factor=1.5"]])
+def test_a_layout_with_an_expert_axis_is_priced_and_written(dispatch):
+    shape = model_shape(model.load("demo-moe"))
+    config = config_of("model=demo-moe", "ici_expert_parallelism=4", *dispatch)
+    planned = run_config.priced(config, shape, PLACE)
+    assert (planned.layout.ici.expert, planned.layout.ici.fsdp) == (4, 2)
+    assert planned.recipe.expert_capacity_factor == (1.5 if dispatch else None)
+    assert run_config.beyond_config(planned) == ()
+    work = run_config.workload_of(config, shape)
+    values = run_config.config_values(work, planned, model="demo-moe")
+    again = run_config.priced(with_overrides(RunConfig(), run_config.as_overrides(values)), shape, PLACE)
+    assert (again.layout, again.recipe) == (planned.layout, planned.recipe)
 
 
 def test_what_no_key_can_ask_for_is_named():

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 
 from slicewise import __version__
-from slicewise.cli import compile, flags, plan, plan_more, roofline, train
+from slicewise.cli import bench, compile, flags, plan, plan_more, roofline, train
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import ExitCode, UserError
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _joined(argv: Sequence[str]) -> list[str]:
     """``argv`` with a verb of two words, such as 'plan serve', as one item."""
     first = " ".join(argv[:2])
-    return [first, *argv[2:]] if first in plan_more.NAMES else list(argv)
+    return [first, *argv[2:]] if first in (*plan_more.NAMES, *bench.NAMES) else list(argv)
 
 
 def _fail(error: Exception, debug: bool) -> int:
@@ -80,5 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     compile.register(verbs)
     plan_more.register(verbs)
     roofline.register(verbs)
+    bench.register(verbs)
     flags.register(verbs)
     return parser

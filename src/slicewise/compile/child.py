@@ -6,7 +6,10 @@ A process of its own, because the compiler takes its settings from the environme
 schedule is there when no more is wanted. It writes facts.json before it compiles and outcome.json at its end.
 """
 
+import ctypes
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,19 @@ from slicewise.errors import UserError
 from slicewise.parallel.cluster import by_slice
 from slicewise.parallel.mesh import build_mesh
 
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """However the parent ends, this process does not outlive it: the kernel kills it (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:  # it ended before
+            sys.exit(1)
+
 
 def main() -> None:
+    die_with_parent()
     directory, request = Path(sys.argv[1]), json.load(sys.stdin)
     try:
         compile_program(request, directory)

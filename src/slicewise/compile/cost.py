@@ -36,10 +36,27 @@ class Rates:
     overhead_s: float  # of one instruction
 
 
+@dataclass(frozen=True)
+class AttentionRates:
+    """Of the attention kernel, on every chip; see calibration.toml."""
+
+    mxu_overhead: float  # time of a block over that of its products, where these decide
+    grid_step_s: float
+
+
+@functools.cache
+def _calibration() -> dict:
+    return tomllib.loads((resources.files("slicewise.compile") / "calibration.toml").read_text())
+
+
 @functools.cache
 def rates() -> Mapping[str, Rates]:
-    text = (resources.files("slicewise.compile") / "calibration.toml").read_text()
-    return {name: Rates(**values) for name, values in tomllib.loads(text).items()}
+    return {name: Rates(**values) for name, values in _calibration().items() if name != "attention"}
+
+
+@functools.cache
+def attention_rates() -> AttentionRates:
+    return AttentionRates(**_calibration()["attention"])
 
 
 @dataclass(frozen=True)
@@ -110,6 +127,8 @@ def _inner_work(module: Module, inner: Computation) -> tuple[float, float, bool]
     """(FLOPs of products, elements of other instructions, whether a product is of 8-bit operands) of a fusion."""
     flops, elements, eight_bit = 0.0, 0.0, False
     for i in inner.instructions.values():
+        if _is_view(i):
+            continue
         if i.opcode == "fusion":
             f, e, b = _inner_work(module, module.computations[i.called[0]])
             flops, elements, eight_bit = flops + f, elements + e, eight_bit or b
@@ -121,7 +140,8 @@ def _inner_work(module: Module, inner: Computation) -> tuple[float, float, bool]
             and i.opcode not in ("broadcast", "reshape", "custom-call")
             and not _is_collective(i)
         ):
-            elements += max((a.elements for a in i.shape), default=0)
+            made = _shape(inner, i.operands[1]) if i.opcode == "dynamic-update-slice" else i.shape
+            elements += max((a.elements for a in made), default=0)
     return flops, elements, eight_bit
 
 
@@ -152,6 +172,13 @@ def _flops(computation: Computation, instruction: Instruction) -> tuple[float, b
     macs = math.sqrt(float(lhs.elements) * rhs.elements * out.elements / batch)
     narrow = all(a.dtype.startswith(("f8", "s8", "u8", "s4", "u4")) for a in (lhs, rhs))
     return 2.0 * macs, narrow
+
+
+def _is_view(i: Instruction) -> bool:
+    """Whether the result is the operand itself: a bitcast, or within a fusion a change of tiling on the way."""
+    return i.opcode == "bitcast" or (
+        i.opcode == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in i.attributes
+    )
 
 
 def _is_collective(i: Instruction) -> bool:
@@ -189,11 +216,11 @@ def _read_bytes(
 
 @functools.cache
 def _uses(inner: Computation) -> dict[str, list[Instruction]]:
-    """Who reads each value, seen through bitcasts."""
+    """Who reads each value, seen through views."""
     alias: dict[str, str] = {}
     uses: dict[str, list[Instruction]] = {}
     for i in inner.instructions.values():
-        if i.opcode == "bitcast" and i.operands:
+        if _is_view(i) and i.operands:
             alias[i.name] = alias.get(i.operands[0], i.operands[0])
             continue
         for o in i.operands:
@@ -252,8 +279,8 @@ def _custom_call(computation: Computation, instruction: Instruction, device: Dev
 def _splash(computation: Computation, instruction: Instruction, device: Device) -> OpCost:
     """The attention kernel: its active blocks, each the slower of products and softmax, and its grid steps.
 
-    The constants are the planner's (costs/compute.py, from the bundles of compiled kernels), the block sizes those that
-    the kernel names in its metadata, the window that which its operands allow: causal halves the blocks.
+    Cycles of a logit are those of the bundles of compiled kernels (costs/compute.py), the block sizes those that the
+    kernel names in its metadata, the active blocks those that it lists among its operands.
     """
     settings = _kernel_settings(instruction)
     backward = "dkv" in instruction.name or "_dq" in instruction.name
@@ -273,9 +300,9 @@ def _splash(computation: Computation, instruction: Instruction, device: Device) 
         width, softmax = 2 * (3 * qk + 2 * vv), SOFTMAX_BACKWARD
     else:
         width, softmax = 2 * (2 * qk + vv), SOFTMAX_FORWARD
-    kernels = device.kernels
-    product_s = kernels.attention_mxu_overhead * width * device.cores / device.flops_per_s
-    seconds = logits * max(product_s, softmax / device.clock_hz) + blocks * kernels.grid_step_us * 1e-6
+    known = attention_rates()
+    product_s = known.mxu_overhead * width * device.cores / device.flops_per_s
+    seconds = logits * max(product_s, softmax / device.clock_hz) + blocks * known.grid_step_s
     useful = rows * heads * tokens * keys / 2 * (2 * (qk_dim + v_dim)) * (2.5 if backward else 1)
     return OpCost("attention", seconds / device.cores, useful, q.bytes * 4)
 

@@ -15,6 +15,7 @@ from slicewise.compile.hlo import Computation, Instruction, Module, trip_count
 CORE, COPY, DCN, SPARSECORE = "core", "copies", "dcn", "sparsecore"
 HOST = "host"  # label of its copies; each direction of the link is a resource
 TO_HOST, FROM_HOST = "to host", "from host"
+SHARED = frozenset({TO_HOST, FROM_HOST})  # links whose transfers run at once, each at its share of the rate
 STEADY = 1e-12  # s: a round of a loop that starts like the one before it takes as long
 SHOWN_ROUNDS = 2  # of a loop that are recorded one by one
 
@@ -90,6 +91,34 @@ def replay(module: Module, describe: Describe) -> Replay:
     return Replay(player.now_s, totals, tuple(player.spans))
 
 
+@dataclass
+class _Link:
+    """Transfers that share a link evenly: seconds that each would still take alone, as of ``at_s``."""
+
+    at_s: float = 0.0
+    left_s: dict[str, float] = field(default_factory=dict)
+
+    def advance(self, now_s: float) -> None:
+        """To ``now_s``: every transfer goes on, those that end leave their share to the others."""
+        while self.left_s and self.at_s < now_s:
+            first_s = min(self.left_s.values())
+            span_s = min(now_s - self.at_s, first_s * len(self.left_s))
+            share_s = span_s / len(self.left_s)
+            self.left_s = {n: left - share_s for n, left in self.left_s.items() if left - share_s > STEADY}
+            self.at_s += span_s
+        self.at_s = max(self.at_s, now_s)
+
+    def start(self, name: str, seconds: float, now_s: float) -> None:
+        self.advance(now_s)
+        self.left_s[name] = self.left_s.get(name, 0.0) + seconds
+
+    def end_s(self, name: str, now_s: float) -> float:
+        """When ``name`` ends if nothing more is started."""
+        self.advance(now_s)
+        mine = self.left_s.get(name, 0.0)
+        return now_s + sum(min(left, mine) for left in self.left_s.values())
+
+
 class _Player:
     """``now_s`` is the core's clock; ``free`` when each resource is free; ``pending`` the ends of what was started."""
 
@@ -97,6 +126,7 @@ class _Player:
         self.module, self.describe = module, describe
         self.now_s = 0.0
         self.free: dict[str, float] = {}
+        self.links = {name: _Link() for name in SHARED}
         self.pending: dict[str, tuple[float, Work]] = {}
         self.spans: list[Span] = []
         self._works: dict[str, Work | None] = {}
@@ -143,6 +173,9 @@ class _Player:
     def _relative(self) -> tuple:
         """The state that decides how the next round goes, as seen from now."""
         ahead = sorted((r, round((t - self.now_s) / STEADY)) for r, t in self.free.items() if t > self.now_s)
+        for resource, link in self.links.items():
+            link.advance(self.now_s)
+            ahead += sorted((f"{resource} {n}", round(left / STEADY)) for n, left in link.left_s.items())
         return tuple(ahead), tuple(
             sorted(
                 (name, round((end - self.now_s) / STEADY))
@@ -154,6 +187,8 @@ class _Player:
     def _skip(self, seconds: float) -> None:
         was_s = self.now_s
         self.now_s += seconds
+        for link in self.links.values():
+            link.at_s += seconds
         for resource, end_s in self.free.items():
             if end_s > was_s:
                 self.free[resource] = end_s + seconds
@@ -171,13 +206,18 @@ class _Player:
         work = self._works[i.name]
         if work is None:
             return
+        shared = [r for r in work.resources if r in SHARED]
         begin_s = max([self.now_s, *(self.free.get(r, 0.0) for r in work.resources)])
         end_s = begin_s + work.seconds
+        for resource in shared:
+            self.links[resource].start(i.name, work.seconds, self.now_s)
+            end_s = self.links[resource].end_s(i.name, self.now_s)
         for resource in work.resources:
-            self.free[resource] = end_s
+            if resource not in SHARED:
+                self.free[resource] = end_s
             totals.busy[resource] = totals.busy.get(resource, 0.0) + work.seconds
             if record:
-                self.spans.append(Span(resource, begin_s, work.seconds, i, work, depth))
+                self.spans.append(Span(resource, begin_s, end_s - begin_s, i, work, depth))
         if work.kind in ("collective", "host copy"):
             totals.communication[work.label] = totals.communication.get(work.label, 0.0) + work.seconds
             totals.communication_bytes[work.label] = (
@@ -202,6 +242,9 @@ class _Player:
 
     def _wait(self, i: Instruction, name: str, totals: Totals, depth: int, record: bool) -> None:
         end_s, work = self.pending.pop(name, (0.0, None))
+        for resource in work.resources if work else ():
+            if resource in SHARED:  # what was started since then has slowed it down
+                end_s = self.links[resource].end_s(name, self.now_s)
         waited_s = end_s - self.now_s
         if work is None or waited_s <= 0:
             return

@@ -18,7 +18,7 @@ from slicewise.model.layers import biased, normed
 from slicewise.model.linear import linear
 from slicewise.model.params import Layers, Norm
 from slicewise.model.remat import named
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import partition, residual
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +57,9 @@ def attend(
     kernel: Kernel,
 ) -> tuple[jax.Array, Cache | None]:
     """What the layer's attention adds to the residual stream ``x``, and its cache with these tokens appended."""
-    h_BTD = normed(x_BTD, w.attn_norm, spec)
+    h_BTD = jax.sharding.reshard(
+        normed(x_BTD, w.attn_norm, spec), partition("batch", "sequence", "activation")
+    )
     table = None
     if tables is not None:
         table = jax.tree.map(lambda local, whole: jnp.where(is_global, whole, local), *tables)
@@ -87,8 +89,8 @@ def attend(
         sinks_N=w.sinks,
         kernel=kernel,
     )
-    whole = partition("batch", "sequence", "activation")
-    out_BTD = linear(context_BTNH, weight(w.wo, "heads", "head_dim", "embed"), whole, contract=2)
+    scattered = residual(x_BTD.shape[1])
+    out_BTD = linear(context_BTNH, weight(w.wo, "heads", "head_dim", "embed"), scattered, contract=2)
     out_BTD = named(biased(out_BTD, w.bo), "out_proj")
     return (out_BTD if w.post_attn_norm is None else normed(out_BTD, w.post_attn_norm, spec)), cached
 

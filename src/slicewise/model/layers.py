@@ -15,7 +15,7 @@ from slicewise.model.linear import linear
 from slicewise.model.params import Norm
 from slicewise.model.quantization import Marked, Stored
 from slicewise.model.remat import GATHERED, named
-from slicewise.parallel.rules import gathered, partition
+from slicewise.parallel.rules import gathered, partition, residual
 
 
 def weights_in(dtype: jnp.dtype) -> Callable[..., Any]:
@@ -58,7 +58,11 @@ def activate(spec: ModelSpec, gate: jax.Array | None, up: jax.Array) -> jax.Arra
 
 
 def mlp(w: Any, spec: ModelSpec, h_BTD: jax.Array, weight: Callable, prefix: str = "") -> jax.Array:
-    """The dense MLP with the matrices of ``w``, Layers or Mlp, on normed tokens; ``prefix`` is of tensors' names."""
+    """The dense MLP with the matrices of ``w``, Layers or Mlp, on normed tokens; ``prefix`` is of tensors' names.
+
+    The output is laid out as the residual stream.
+    """
+    h_BTD = jax.sharding.reshard(h_BTD, partition("batch", "sequence", "activation"))
     by_mlp = partition("batch", "sequence", "mlp")
 
     def into(matrix: jax.Array, bias: jax.Array | None, name: str) -> jax.Array:
@@ -69,10 +73,8 @@ def mlp(w: Any, spec: ModelSpec, h_BTD: jax.Array, weight: Callable, prefix: str
     else:
         gate_BTF = into(w.w_gate, w.b_gate, "mlpwi_0")
         hidden_BTF = activate(spec, gate_BTF, into(w.w_up, w.b_up, "mlpwi_1"))
-    whole = partition("batch", "sequence", "activation")
-    return named(
-        biased(linear(hidden_BTF, weight(w.w_down, "mlp", "embed"), whole), w.b_down), f"{prefix}mlpwo"
-    )
+    out_BTD = linear(hidden_BTF, weight(w.w_down, "mlp", "embed"), residual(h_BTD.shape[1]))
+    return named(biased(out_BTD, w.b_down), f"{prefix}mlpwo")
 
 
 def biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:

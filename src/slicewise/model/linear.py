@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from slicewise.model import quantization
 from slicewise.model.quantization import Stored
+from slicewise.parallel.rules import unscattered
 
 
 def linear(
@@ -19,7 +20,8 @@ def linear(
 ) -> jax.Array:
     """Contracts the last ``contract`` dims of ``x`` [*lead, *C] with the first of ``weight`` [*C, *O].
 
-    Returns [*lead, *O] with ``out_sharding``. Where both are sharded along C the partial sums are all-reduced.
+    Returns [*lead, *O] with ``out_sharding``. Where both are sharded along C the partial sums are all-reduced, or
+    scattered over the lead dims that ``out_sharding`` divides by the same axis.
     A Stored weight is multiplied in 8 bits.
     """
     if isinstance(weight, Stored):
@@ -41,6 +43,7 @@ def _forward(x: jax.Array, weight: jax.Array, out_sharding: tuple, contract: int
 def _backward(out_sharding: tuple, contract: int, saved: tuple, grad: jax.Array) -> tuple:
     x, weight = saved
     lead = x.ndim - contract
+    grad = unscattered(grad, x, lead)
     over_out = ((tuple(range(lead, grad.ndim)), tuple(range(contract, weight.ndim))), ((), ()))
     over_lead = ((tuple(range(lead)), tuple(range(lead))), ((), ()))
     return (

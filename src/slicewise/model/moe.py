@@ -14,17 +14,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from slicewise.catalog.model import Experts, ModelSpec
-from slicewise.kernels.grouped_matmul.api import grouped_matmul
+from slicewise.kernels.grouped_matmul.api import REFERENCE, Kernel, grouped_matmul
 from slicewise.model.layers import activate, mlp
 from slicewise.model.linear import linear
 from slicewise.model.params import Layers, Moe, Params
 from slicewise.model.remat import GATHERED, named
 from slicewise.parallel.expert import Dispatch, mixed
-from slicewise.parallel.rules import RULES, gathered, partition
+from slicewise.parallel.rules import RULES, gathered, partition, residual
 
 BALANCE_STEP = 1e-3  # change of a balancing bias at each optimiser step (DeepSeek-V3, 2024, section 4.2)
-BALANCE_LOSS_WEIGHT = 1e-2  # Switch Transformers (2021), section 2.2
-BALANCE_LOSS_WEIGHT_WITH_BIAS = 1e-4  # DeepSeek-V3, section 4.2
 
 DIMS = {
     "w_gate": ("experts", "expert_embed", "mlp"),
@@ -40,18 +38,25 @@ Weights = dict[str, jax.Array]  # those of DIMS that the model has
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Usage:
-    """How evenly experts are used, over all tokens of the batch; of several layers with a leading L."""
+    """How evenly experts are used, as sums over the tokens of a batch; of several layers with a leading L."""
 
-    loss: Any  # 1 where all are used alike (Switch Transformers, equation 4)
-    share_E: Any  # of all choices; sums to one
+    loss: Any  # each token counts that of its row: 1 where all experts are used alike (DeepSeek-V3, section 2.1.2)
+    choices_E: Any
 
 
 def moe(
-    w: Moe, spec: ModelSpec, h_BTD: jax.Array, segments_BT: jax.Array, weight: Callable, dispatch: Dispatch
+    w: Moe,
+    spec: ModelSpec,
+    h_BTD: jax.Array,
+    segments_BT: jax.Array,
+    weight: Callable,
+    dispatch: Dispatch,
+    kernel: Kernel = REFERENCE,
 ) -> tuple[jax.Array, Usage]:
     """The output [B, T, D] of routed and shared experts on normed tokens; padding (segment 0) is not routed."""
     e = spec.experts
     assert e is not None
+    h_BTD = jax.sharding.reshard(h_BTD, partition("batch", "sequence", "activation"))
     choice_BTK, share_BTK, usage = route(w, e, h_BTD, segments_BT > 0)
     routed = {name: getattr(w, name) for name in DIMS if getattr(w, name) is not None}
     out_BTD = mixed(
@@ -63,9 +68,10 @@ def moe(
         experts=e.experts,
         dispatch=dispatch,
         prepare=lambda weights: _whole(weights, h_BTD.dtype),
-        grouped=lambda x_RD, sizes_G, weights: _grouped(weights, spec, x_RD, sizes_G),
+        grouped=lambda x_RD, sizes_G, weights: _grouped(weights, spec, x_RD, sizes_G, kernel),
         batched=lambda x_GSD, weights: _batched(weights, spec, x_GSD),
     )
+    out_BTD = jax.sharding.reshard(out_BTD, residual(out_BTD.shape[1]))
     if w.shared is not None:
         out_BTD = out_BTD + mlp(w.shared, spec, h_BTD, weight, prefix="shared_")
     return out_BTD, usage
@@ -108,11 +114,13 @@ def _within_groups(wanted_BTE: jax.Array, e: Experts) -> jax.Array:
 
 
 def _usage(chosen_BTKE: jax.Array, probability_BTE: jax.Array, real_BT: jax.Array) -> Usage:
-    count = jnp.maximum(real_BT.sum(), 1)
-    chosen_BTE = jax.lax.stop_gradient(chosen_BTKE).sum(2) * real_BT[..., None]
-    share_E = chosen_BTE.sum((0, 1)) / (count * chosen_BTKE.shape[2])
-    probability_E = (probability_BTE * real_BT[..., None]).sum((0, 1)) / count
-    return Usage(len(share_E) * (share_E * probability_E).sum(), share_E)
+    """Balance is judged row by row, so that it does not depend on how a batch is divided."""
+    real_B1 = real_BT.sum(1, keepdims=True)
+    chosen_BE = (jax.lax.stop_gradient(chosen_BTKE).sum(2) * real_BT[..., None]).sum(1)
+    share_BE = chosen_BE / jnp.maximum(real_B1 * chosen_BTKE.shape[2], 1)
+    probability_BE = (probability_BTE * real_BT[..., None]).sum(1) / jnp.maximum(real_B1, 1)
+    E = chosen_BE.shape[1]
+    return Usage(E * (share_BE * probability_BE * real_B1).sum(), chosen_BE.sum(0))
 
 
 def _whole(weights: Weights, dtype: jnp.dtype) -> Weights:
@@ -130,12 +138,12 @@ def _whole(weights: Weights, dtype: jnp.dtype) -> Weights:
     return {name: gather(name, w) for name, w in weights.items()}
 
 
-def _grouped(w: Weights, spec: ModelSpec, x_RD: jax.Array, sizes_G: jax.Array) -> jax.Array:
+def _grouped(w: Weights, spec: ModelSpec, x_RD: jax.Array, sizes_G: jax.Array, kernel: Kernel) -> jax.Array:
     """Each row through the MLP of its group."""
     group_R = jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(len(x_RD)), side="right")
 
     def product(x: jax.Array, matrix: str, bias: str, name: str) -> jax.Array:
-        out = grouped_matmul(x, w[matrix], sizes_G)
+        out = grouped_matmul(x, w[matrix], sizes_G, kernel)
         if bias in w:
             out = out + w[bias].at[group_R].get(mode="fill", fill_value=0)
         return named(out, name)
@@ -163,17 +171,10 @@ def _batched(w: Weights, spec: ModelSpec, x_GSD: jax.Array) -> jax.Array:
     return product(hidden_GSF, "w_down", "b_down", "moe_mlpwo")
 
 
-def balance_loss_weight(spec: ModelSpec, asked: float | None) -> float:
-    """The weight of each sparse layer's Usage.loss: ``asked``, by default what is usual for the kind of balancing."""
-    if asked is not None or spec.experts is None:
-        return asked or 0.0
-    return BALANCE_LOSS_WEIGHT_WITH_BIAS if spec.experts.balancing_bias else BALANCE_LOSS_WEIGHT
-
-
 def balanced(params: Params, share_LE: jax.Array) -> Params:
     """``params`` with the balancing biases moved towards even use: up where an expert had too few choices, and down.
 
-    ``share_LE`` is Usage.share_E of the sparse layers, those of the prediction layers last (DeepSeek-V3, 2.1.2).
+    ``share_LE``: each expert's share of all choices in the sparse layers, prediction layers last (DeepSeek-V3, 2.1.2).
     """
 
     def moved(layers: Layers, share_LE: jax.Array) -> Layers:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from slicewise.catalog.chips import Chip
 from slicewise.errors import UserError
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import partition, unscattered
 
 MATRICES = re.compile(r"(.*\.)?(w[qkvo]|wq_a|wq_b|wkv_a|wk_b|wv_b|w_gate|w_up|w_down)")
 EXPERTS = re.compile(r"moe\.w_.*")  # their product is another kernel's
@@ -131,6 +131,7 @@ def _backward(
     dims: tuple, out_sharding: tuple, contract: int, how: Quantization, saved: tuple, grad: jax.Array
 ) -> tuple:
     x, weight = saved
+    grad = unscattered(grad, x, x.ndim - contract)
     lead, outer = range(x.ndim - contract), range(contract, weight.ndim)
     of_grad = range(len(lead), grad.ndim)
     q_weight = _gathered(_quantized(weight, range(contract), how), dims)

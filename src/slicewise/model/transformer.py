@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from slicewise.catalog.model import ModelSpec
 from slicewise.costs.remat import POLICIES, RematPolicy
 from slicewise.kernels.attention.api import REFERENCE, Kernel, Tokens
+from slicewise.kernels.grouped_matmul.api import Kernel as Grouped
 from slicewise.model import attention, rope
 from slicewise.model.attention import Cache
 from slicewise.model.layers import mlp, normed, weights_in
@@ -23,7 +24,7 @@ from slicewise.model.params import Layers, Params, Prediction, init, leaves, pad
 from slicewise.model.quantization import Quantization, marked
 from slicewise.model.remat import checkpoint_policy, named
 from slicewise.parallel.expert import Dispatch
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import partition, residual
 
 __all__ = [
     "Caches",
@@ -108,6 +109,7 @@ def states(
     kernel: Kernel = REFERENCE,
     dispatch: Dispatch = Dispatch(),  # noqa: B008  (frozen)
     quantization: Quantization | None = None,
+    grouped: Grouped = Grouped(),  # noqa: B008
     predict: bool = False,
 ) -> States:
     """The model in ``dtype`` without its output matrix; with ``predict`` also its prediction layers.
@@ -121,6 +123,7 @@ def states(
     def layer(
         w: Layers, x_BTD: jax.Array, is_global: jax.Array, cached: Cache | None
     ) -> tuple[jax.Array, Cache | None, Usage | None]:
+        x_BTD = jax.sharding.reshard(x_BTD, residual(x_BTD.shape[1]))
         w, x_BTD = marked(w, quantization), named(x_BTD, "decoder_layer_input")
         attended_BTD, cached = attention.attend(
             w, spec, x_BTD, where, tables, is_global, cached, weight, kernel
@@ -130,7 +133,7 @@ def states(
         if w.moe is None:
             out_BTD = mlp(w, spec, h_BTD, weight)
         else:
-            out_BTD, usage = moe(w.moe, spec, h_BTD, where.segments_BT, weight, dispatch)
+            out_BTD, usage = moe(w.moe, spec, h_BTD, where.segments_BT, weight, dispatch, grouped)
         if w.post_mlp_norm is not None:
             out_BTD = normed(out_BTD, w.post_mlp_norm, spec)
         return x_BTD + out_BTD, cached, usage
@@ -138,7 +141,9 @@ def states(
     # A scan prevents common subexpressions of the two passes.
     layer = jax.checkpoint(layer, policy=checkpoint_policy(remat), prevent_cse=False)
     embedded_BTD = _embed(params, spec, tokens_BT, where, weight)
-    x_BTD, caches, usages = _scan(params, spec, layer, embedded_BTD, cache)
+    x_BTD = jax.sharding.reshard(embedded_BTD, residual(tokens_BT.shape[1]))
+    x_BTD, caches, usages = _scan(params, spec, layer, x_BTD, cache)
+    x_BTD = jax.sharding.reshard(x_BTD, partition("batch", "sequence", "activation"))
     predicted: list[jax.Array] = []
     if predict and params.prediction is not None:
         predicted, more = _predict(params.prediction, spec, layer, x_BTD, embedded_BTD, weight)
@@ -216,6 +221,7 @@ def _predict(
         )
         x_BTD = linear(both_BTX, weight(one.projection, "embed", "activation"), activation)
         x_BTD, _, usage = layer(one.layers, x_BTD, is_global, None)
+        x_BTD = jax.sharding.reshard(x_BTD, activation)
         found.append(normed(x_BTD, one.final_norm, spec))
         usages += [] if usage is None else [jax.tree.map(lambda u: u[None], usage)]
     return found, usages

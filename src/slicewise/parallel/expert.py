@@ -106,6 +106,22 @@ def _sort(expert_R: jax.Array, experts: int) -> _Sorted:
     return _Sorted(expert_R, order_R, jnp.argsort(order_R), sizes_E)
 
 
+@dataclass(frozen=True)
+class _Slots:
+    """Rows R in places S: each row stands in one slot at most. Both directions are gathers, and so are transposes."""
+
+    row_S: jax.Array
+    taken_S: jax.Array
+    slot_R: jax.Array
+    kept_R: jax.Array
+    copies: int  # rows of one token, which follow each other
+
+
+jax.tree_util.register_dataclass(
+    _Slots, data_fields=["row_S", "taken_S", "slot_R", "kept_R"], meta_fields=["copies"]
+)
+
+
 def _dropless(
     x_BTD: jax.Array,
     choice_BTK: jax.Array,
@@ -120,9 +136,9 @@ def _dropless(
     rows = _sort(choice_BTK.reshape(B * T * K), experts)
     ways = jax.lax.axis_size(AXIS)
     if ways == 1:
-        out_RD = grouped(_repeated(x_MD, rows.order_R, rows.place_R, K), rows.sizes_E, w)
-        y_MD = _shared_out(_permuted(out_RD, rows.place_R, rows.order_R), share_MK)
-        return y_MD.reshape(B, T, D)
+        slots = _whole_order(rows, experts, K)
+        out_RD = _read(grouped(_filled(x_MD, slots), rows.sizes_E, w), slots)
+        return _shared_out(out_RD, share_MK).reshape(B, T, D)
     part = min(math.ceil(B * T * K / ways * factor), B * T * min(K, experts // ways))
     needed = -(-rows.sizes_E.reshape(ways, -1).sum(1).max() // part)
     # The same number of rounds on all devices: they meet in every all-to-all.
@@ -131,31 +147,42 @@ def _dropless(
     return _summed_rounds(one, rounds, rows, (x_MD, share_MK, w)).reshape(B, T, D)
 
 
+def _whole_order(rows: _Sorted, experts: int, copies: int) -> _Slots:
+    """A slot for every row, in the order of the experts."""
+    real_R = rows.expert_R < experts
+    return _Slots(rows.order_R, real_R[rows.order_R], rows.place_R, real_R, copies)
+
+
 def _one_round(
     number: jax.Array, rows: _Sorted, args: tuple, *, ways: int, part: int, grouped: Grouped
 ) -> jax.Array:
     """What the rows of round ``number`` add to [M, D]: of each part's rows, the next ``part`` ones."""
     x_MD, share_MK, w = args
-    K, experts, D = share_MK.shape[1], len(rows.sizes_E), x_MD.shape[1]
+    experts, D = len(rows.sizes_E), x_MD.shape[1]
     here = experts // ways
     sizes_P = rows.sizes_E.reshape(ways, here).sum(1)
     first_P = jnp.cumsum(sizes_P) - sizes_P
     index_C = number * part + jnp.arange(part)
-    sent_PC = index_C < sizes_P[:, None]
     row_PC = rows.order_R.at[first_P[:, None] + index_C].get(mode="clip")
-    x_PCD = jnp.where(sent_PC[..., None], x_MD[row_PC // K], 0)
-    expert_PC = jnp.where(sent_PC, rows.expert_R[row_PC] % here, here)
-
-    x_PCD, expert_PC = (jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True) for x in (x_PCD, expert_PC))
-    arrived = _sort(expert_PC.reshape(-1), here)
-    out_RD = _permuted(x_PCD.reshape(-1, D), arrived.order_R, arrived.place_R)
-    out_RD = _permuted(grouped(out_RD, arrived.sizes_E, w), arrived.place_R, arrived.order_R)
-    out_PCD = jax.lax.all_to_all(out_RD.reshape(ways, part, D), AXIS, 0, 0, tiled=True)
-
+    sent_PC = index_C < sizes_P[:, None]
     to_R = jnp.minimum(rows.expert_R // here, ways - 1)
     index_R = rows.place_R - first_P[to_R]
-    back_R1 = ((index_R // part == number) & (rows.expert_R < experts))[:, None]
-    return _shared_out(jnp.where(back_R1, out_PCD[to_R, index_R % part], 0), share_MK)
+    slots = _Slots(
+        row_PC.reshape(-1),
+        sent_PC.reshape(-1),
+        to_R * part + index_R % part,
+        (index_R // part == number) & (rows.expert_R < experts),
+        share_MK.shape[1],
+    )
+    expert_PC = jnp.where(sent_PC, rows.expert_R[row_PC] % here, here)
+
+    sent_PCD = _filled(x_MD, slots).reshape(ways, part, D)
+    x_PCD, expert_PC = (jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True) for x in (sent_PCD, expert_PC))
+    arrived = _sort(expert_PC.reshape(-1), here)
+    order = _whole_order(arrived, here, 1)
+    out_SD = _read(grouped(_filled(x_PCD.reshape(-1, D), order), arrived.sizes_E, w), order)
+    out_PCD = jax.lax.all_to_all(out_SD.reshape(ways, part, D), AXIS, 0, 0, tiled=True)
+    return _shared_out(_read(out_PCD.reshape(-1, D), slots), share_MK)
 
 
 def _shared_out(out_RD: jax.Array, share_MK: jax.Array) -> jax.Array:
@@ -201,37 +228,38 @@ def _rounds_backward(one: Callable, saved: tuple, grad: jax.Array) -> tuple:
 _summed_rounds.defvjp(_rounds_forward, _rounds_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _repeated(x_MD: jax.Array, order_R: jax.Array, place_R: jax.Array, K: int) -> jax.Array:
-    """Each token ``K`` times, in ``order``. Its transpose gathers, where that of a gather would scatter."""
-    return x_MD[order_R // K]
+@jax.custom_vjp
+def _filled(x_MD: jax.Array, slots: _Slots) -> jax.Array:
+    """Slots [S, D] with the tokens of their rows; zero where none stands."""
+    return jnp.where(slots.taken_S[:, None], x_MD[slots.row_S // slots.copies], 0)
 
 
-def _repeated_forward(x_MD: jax.Array, order_R: jax.Array, place_R: jax.Array, K: int) -> tuple:
-    return x_MD[order_R // K], place_R
+def _filled_forward(x_MD: jax.Array, slots: _Slots) -> tuple:
+    return _filled(x_MD, slots), slots
 
 
-def _repeated_backward(K: int, place_R: jax.Array, grad_RD: jax.Array) -> tuple:
-    return grad_RD[place_R].reshape(-1, K, grad_RD.shape[1]).sum(1), None, None
+def _filled_backward(slots: _Slots, grad_SD: jax.Array) -> tuple:
+    return _read(grad_SD, slots).reshape(-1, slots.copies, grad_SD.shape[1]).sum(1), None
 
 
-_repeated.defvjp(_repeated_forward, _repeated_backward)
+_filled.defvjp(_filled_forward, _filled_backward)
 
 
 @jax.custom_vjp
-def _permuted(x_RD: jax.Array, order_R: jax.Array, inverse_R: jax.Array) -> jax.Array:
-    return x_RD[order_R]
+def _read(out_SD: jax.Array, slots: _Slots) -> jax.Array:
+    """Rows [R, D] from their slots; zero for those without."""
+    return jnp.where(slots.kept_R[:, None], out_SD[slots.slot_R], 0)
 
 
-def _permuted_forward(x_RD: jax.Array, order_R: jax.Array, inverse_R: jax.Array) -> tuple:
-    return x_RD[order_R], inverse_R
+def _read_forward(out_SD: jax.Array, slots: _Slots) -> tuple:
+    return _read(out_SD, slots), slots
 
 
-def _permuted_backward(inverse_R: jax.Array, grad_RD: jax.Array) -> tuple:
-    return grad_RD[inverse_R], None, None
+def _read_backward(slots: _Slots, grad_RD: jax.Array) -> tuple:
+    return jnp.where(slots.taken_S[:, None], grad_RD[slots.row_S], 0), None
 
 
-_permuted.defvjp(_permuted_forward, _permuted_backward)
+_read.defvjp(_read_forward, _read_backward)
 
 
 def _capacity(
@@ -246,30 +274,38 @@ def _capacity(
     """Each expert takes at most ceil(T K / E x factor) choices of a row; all first choices go before second ones."""
     (B, T, D), K, ways = x_BTD.shape, choice_BTK.shape[-1], jax.lax.axis_size(AXIS)
     C = min(math.ceil(T * K / experts * factor), T)
-    expert_BR = choice_BTK.swapaxes(1, 2).reshape(B, K * T)
-    rows = jax.vmap(lambda expert_R: _sort(expert_R, experts))(expert_BR)
-    first_BE = jnp.cumsum(rows.sizes_E, axis=1) - rows.sizes_E
-    slot_BEC = first_BE[..., None] + jnp.arange(C)
-    taken_BEC = jnp.arange(C) < rows.sizes_E[..., None]
-
-    def gather(x_TD: jax.Array, order_R: jax.Array, slot_EC: jax.Array, taken_EC: jax.Array) -> jax.Array:
-        return jnp.where(taken_EC[..., None], x_TD[order_R.at[slot_EC].get(mode="clip") % T], 0)
-
-    x_EBCD = jax.vmap(gather, out_axes=1)(x_BTD, rows.order_R, slot_BEC, taken_BEC)
+    slots = jax.vmap(functools.partial(_capacity_slots, experts=experts, C=C))(choice_BTK)
+    x_EBCD = jax.vmap(_filled)(x_BTD, slots).reshape(B, experts, C, D).swapaxes(0, 1)
     x_ESD = x_EBCD.reshape(experts, B * C, D)
     if ways > 1:
         x_ESD = jax.lax.all_to_all(x_ESD, AXIS, 0, 1, tiled=True)
     out_ESD = batched(x_ESD, w)
     if ways > 1:
         out_ESD = jax.lax.all_to_all(out_ESD, AXIS, 1, 0, tiled=True)
-    out_EBCD = out_ESD.reshape(experts, B, C, D)
+    out_BSD = out_ESD.reshape(experts, B, C, D).swapaxes(0, 1).reshape(B, experts * C, D)
+    out_BRD = jax.vmap(_read)(out_BSD, slots)
+    return _shared_out(out_BRD.reshape(B * T * K, D), share_BTK.reshape(B * T, K)).reshape(B, T, D)
 
-    def back(out_ECD: jax.Array, expert_R: jax.Array, place_R: jax.Array, first_E: jax.Array) -> jax.Array:
-        expert_or_last_R = jnp.minimum(expert_R, experts - 1)
-        index_R = place_R - first_E[expert_or_last_R]
-        kept_R1 = ((index_R < C) & (expert_R < experts))[:, None]
-        return jnp.where(kept_R1, out_ECD.at[expert_or_last_R, index_R].get(mode="clip"), 0)
 
-    out_BRD = jax.vmap(back, in_axes=(1, 0, 0, 0))(out_EBCD, expert_BR, rows.place_R, first_BE)
-    out_BTKD = out_BRD.reshape(B, K, T, D).swapaxes(1, 2)
-    return _shared_out(out_BTKD.reshape(B * T * K, D), share_BTK.reshape(B * T, K)).reshape(B, T, D)
+def _capacity_slots(choice_TK: jax.Array, *, experts: int, C: int) -> _Slots:
+    """``C`` slots of each expert for the choices of one row of the batch."""
+    T, K = choice_TK.shape
+    rows = _sort(choice_TK.T.reshape(-1), experts)  # all first choices, then all second ones
+    first_E = jnp.cumsum(rows.sizes_E) - rows.sizes_E
+    index_C = jnp.arange(C)
+    at_EC = rows.order_R.at[first_E[:, None] + index_C].get(mode="clip")
+    expert_R = jnp.minimum(rows.expert_R, experts - 1)
+    index_R = rows.place_R - first_E[expert_R]
+    kept_R = (index_R < C) & (rows.expert_R < experts)
+    slot_R = jnp.minimum(expert_R * C + index_R, experts * C - 1)
+
+    def by_token(x_R: jax.Array) -> jax.Array:
+        return x_R.reshape(K, T).T.reshape(-1)
+
+    return _Slots(
+        (at_EC % T * K + at_EC // T).reshape(-1),
+        (index_C < rows.sizes_E[:, None]).reshape(-1),
+        by_token(slot_R),
+        by_token(kept_R),
+        K,
+    )

@@ -18,6 +18,7 @@ RULES: Mapping[str, str | tuple[str, ...]] = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
+    "tokens": "tensor",  # the tokens of the residual stream: see residual
 }
 WHOLE = frozenset({"layers", "sequence", "activation", "head_dim"})  # dims that no axis divides
 
@@ -28,6 +29,16 @@ def partition(*dims: str) -> PartitionSpec:
     return PartitionSpec(*(RULES.get(dim) for dim in dims))
 
 
+def residual(tokens: int) -> PartitionSpec:
+    """Of the residual stream [B, T, D] with T = ``tokens``: divided over the tensor axis too, where it divides T.
+
+    So a norm, a sum or a saved layer input is of a device's own tokens only; what a tensor-parallel product needs is
+    gathered just before it, and its partial sums are scattered instead of reduced whole (Korthikanti et al., 2022).
+    """
+    degree = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+    return partition("batch", "tokens" if tokens % degree == 0 else "sequence", "activation")
+
+
 def gathered(weight: jax.Array, *dims: str) -> jax.Array:
     """``weight`` with its embed or latent dim whole on every device: the all-gather of fully sharded data parallelism.
 
@@ -35,6 +46,12 @@ def gathered(weight: jax.Array, *dims: str) -> jax.Array:
     """
     whole = ("activation" if dim in ("embed", "latent") else dim for dim in dims)
     return jax.sharding.reshard(weight, partition(*whole))
+
+
+def unscattered(grad: jax.Array, x: jax.Array, lead: int) -> jax.Array:
+    """The gradient of a product, its first ``lead`` dims laid out as those of ``x``: gathered if need be."""
+    spec, ours = jax.typeof(grad).sharding.spec, jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(grad, PartitionSpec(*ours[:lead], *spec[lead:]))
 
 
 def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -> None:

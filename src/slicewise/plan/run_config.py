@@ -41,6 +41,11 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
             " set compute_dtype=bfloat16."
         )
     degrees = resolve_degrees(config, num_slices=cluster.num_slices, devices_per_slice=cluster.slice.devices)
+    if degrees.dcn["expert"] > 1:
+        raise UserError(
+            f"dcn_expert_parallelism = {degrees.dcn['expert']}: experts that are divided between slices cannot be"
+            " priced; use ici_expert_parallelism."
+        )
     work = workload_of(config, shape)
     steps = config.optimizer.gradient_accumulation_steps
     layout = Layout(Degrees(**degrees.ici), Degrees(**degrees.dcn), work.global_batch, steps)
@@ -58,6 +63,9 @@ def _recipe(config: RunConfig, layout: Layout) -> Recipe:
         moment_bytes=MOMENTS[o.optimizer_type] * MOMENT_BYTES[o.optimizer_state_dtype],
         moment_shards=layout.total("data") if o.shard_optimizer_over_data else 1,
         moments_on_host=o.optimizer_state_memory == "host",
+        expert_capacity_factor=config.model.capacity_factor
+        if config.model.moe_dispatch == "capacity"
+        else None,
     )
 
 
@@ -93,6 +101,13 @@ def config_values(
         for axis in AXES:
             values[f"{network}_{axis}_parallelism"] = int(getattr(degrees, axis))
     values["gradient_accumulation_steps"] = int(layout.accumulation_steps)
+    if work.shape.routed_parameters:
+        factor = candidate.recipe.expert_capacity_factor
+        values |= (
+            {"moe_dispatch": "capacity", "capacity_factor": factor}
+            if factor
+            else {"moe_dispatch": "dropless"}
+        )
     if run_tokens:
         values["steps"] = math.ceil(run_tokens / work.tokens)
     assert set(values) <= set(SECTION_OF), values

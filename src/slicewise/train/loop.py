@@ -11,21 +11,19 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import slicewise
-from slicewise.catalog import chips
 from slicewise.checkpoint.manifest import complete_steps
 from slicewise.config import RunConfig
 from slicewise.costs.flops import model_flops
 from slicewise.costs.shapes import model_shape
 from slicewise.data.loader import BatchLoader
 from slicewise.errors import UserError
-from slicewise.model.quantization import slower
 from slicewise.parallel import cluster
 from slicewise.parallel.mesh import build_mesh
-from slicewise.train import runtime
+from slicewise.train import choices, runtime
 from slicewise.train.batches import held_out, local_rows, to_global
 from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s
 from slicewise.train.progress import Sink, reporter
-from slicewise.train.step import TrainState, TrainStep, build_train_step, quantization
+from slicewise.train.step import TrainState, TrainStep, build_train_step
 
 
 def train(config: RunConfig) -> None:
@@ -114,7 +112,10 @@ class _Run:
             initialising = None if state else background.submit(self._compile_init)
             writing = background.submit(self._open_writer) if self.is_first else None
             self.report({"event": "phase", "name": "compile"})
-            update = self.step.update.lower(self.step.abstract_state, self.step.abstract_batch).compile()
+            lowered = self.step.update.lower(self.step.abstract_state, self.step.abstract_batch)
+            if expected := choices.expected_kernels(config, self.step.spec, self.step.mesh):
+                choices.check_kernels(expected, lowered.as_text())
+            update = lowered.compile()
             loader = loading.result()
             self.stack.callback(loader.close)
             cluster.wait_for_all("compiled")
@@ -126,15 +127,13 @@ class _Run:
             self.stack.callback(writer.close)
         meter = _Meter(self.config, self.step, self.report, writer)
         self._say(self._describe())
-        how, device = quantization(config, self.step.spec), self.step.mesh.devices.flat[0]
-        if how and (chip := chips.of_device_kind(device.device_kind)) and (note := slower(how, chip)):
+        for note in choices.notes(config, self.step.spec, self.step.mesh):
             self._say(note)
-        if options := self.step.compiler_options:
-            self._say(f"compiler flags: {' '.join(f'{flag}={value}' for flag, value in options.items())}")
         for number in range(self.start + 1, config.run.steps + 1):
             self._profile(number, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
-                state, metrics = update(state, to_global(self.step, self.rows, next(loader)))
+                batch = to_global(self.step, self.rows, next(loader))
+                state, metrics = update(state, batch)
             saves, evaluates = self._saves_at(number), self._evaluates_at(number)
             meter.finished(number, metrics, read_now=saves or evaluates or number == config.run.steps)
             if saves:
@@ -144,10 +143,26 @@ class _Run:
                 self._say(f"step {number}: held-out loss {loss:.4f} nats/token")
                 if writer:
                     writer.write(number, {"held_out_loss": loss})
+            if saves or evaluates or number == self.start + 1:
+                self._check_logits(number, state, batch)
             if saves or evaluates:
                 meter.restart_clock()
         self._profile(config.run.steps + 1, state)
         return state
+
+    def _check_logits(self, number: int, state: TrainState, batch: dict) -> None:
+        """Warns when the estimate that attention relies on is too low for the batch of this step."""
+        if self.step.logits_above is None:
+            return
+        above, estimate = (
+            float(self.step.logits_above(state.params, batch)),
+            self.config.model.use_max_logits_estimate,
+        )
+        if above:
+            self._say(
+                f"warning: after step {number} {above:,.0f} attention logits exceed use_max_logits_estimate ="
+                f" {estimate}; raise it, or set it to 0."
+            )
 
     def _compile_init(self) -> jax.stages.Compiled:
         with jax.set_mesh(self.step.mesh):  # which belongs to a thread

@@ -43,7 +43,7 @@ class Keeping:
 
 
 class Kept(NamedTuple):
-    count: jax.Array  # steps taken: seeds the rounding
+    steps: jax.Array  # taken: seeds the rounding
     inner: Any  # state of the optimiser, coded
 
 
@@ -74,9 +74,9 @@ def keep(tx: optax.GradientTransformation, layout: Any, keeping: Keeping) -> opt
     def update(gradients: Any, state: Kept, params: Any = None) -> tuple[Any, Kept]:
         inner = _decoded(_moved(state.inner, keeping, jax.memory.Space.Device), named)
         updates, inner = tx.update(spread(gradients), inner, spread(params))
-        inner = _encoded(inner, named, keeping.dtype, jax.random.fold_in(jax.random.key(0), state.count))
+        inner = _encoded(inner, named, keeping.dtype, jax.random.fold_in(jax.random.key(0), state.steps))
         inner = _moved(inner, keeping, jax.memory.Space.Host)
-        return spread.back(updates), Kept(state.count + 1, inner)
+        return spread.back(updates), Kept(state.steps + 1, inner)
 
     return optax.GradientTransformation(init, update)
 
@@ -125,7 +125,7 @@ def on_host(abstract: Any, keeping: Keeping) -> Any:
     return jax.tree.map(place, abstract) if keeping.memory == "host" else abstract
 
 
-def _moved(tree: Any, keeping: Keeping, space: jax.memory.Space) -> Any:
+def _moved(tree: Any, keeping: Keeping, space: Any) -> Any:
     """Arrays of the state to ``space`` when it is kept on the host; its counters stay on the device."""
     if keeping.memory == "device":
         return tree

@@ -95,6 +95,7 @@ def _matrix_dims(weight: Any) -> optax.contrib.MuonDimensionNumbers | None:
 
 
 def _decayed(params: Any) -> Any:
-    """Norm scales and biases are not decayed: only weights that multiply activations (a stacked vector is [L, n])."""
+    """Norm scales, biases and sinks are not: only weights that multiply activations (a stacked vector is [L, n])."""
     paths = jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path), params)
-    return jax.tree.map(lambda path: "norm" not in path and ".b" not in path, paths)
+    plain = ("norm", ".b", ".sinks")
+    return jax.tree.map(lambda path: not any(part in path for part in plain), paths)

@@ -11,20 +11,19 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from slicewise.catalog import chips, flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
 from slicewise.costs.remat import chosen
 from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
-from slicewise.kernels.attention.api import Tokens, choose
 from slicewise.model import transformer
-from slicewise.model.loss import Loss, summed_loss
-from slicewise.model.quantization import Quantization, check
+from slicewise.model.moe import balanced
 from slicewise.parallel import rules
-from slicewise.train import accumulate
+from slicewise.parallel.expert import Dispatch
+from slicewise.train import accumulate, choices
 from slicewise.train.accumulate import accumulated
 from slicewise.train.moments import on_host
+from slicewise.train.objective import Counts, Terms, Weights, counts, objective
 from slicewise.train.optimizer import keeping, optimizer, schedule
 
 _LEVEL = "xla_backend_optimization_level"
@@ -53,6 +52,8 @@ class TrainStep:
         [transformer.Params, dict], tuple[jax.Array, jax.Array]
     ]  # (summed nats, counted tokens)
     compiler_options: dict[str, Any]  # of update and evaluate: the resolved compiler flags
+    # (params, batch) -> how many attention logits exceed use_max_logits_estimate, where there is one
+    logits_above: jax.stages.Wrapped | None
 
 
 def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
@@ -65,15 +66,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
             f" {spec.name}; lower it."
         )
     dtype = jnp.dtype(config.model.compute_dtype)
-    options = compiler_options(config, mesh)
-    kernel = choose(
-        config.model.attention,
-        mesh,
-        config.data.sequence_length,
-        config.model.use_max_logits_estimate,
-        config.compiler.scoped_vmem_limit_kib,
-    )
-    in_8_bits = quantization(config, spec)
+    options = choices.compiler_options(config, mesh)
     remat = chosen(config.model.remat_policy, config.model.remat_tensors)
     layout, steps = transformer.weights(spec), config.optimizer.gradient_accumulation_steps
     accumulate.check(config.data.global_batch_size, steps, dict(mesh.shape))
@@ -84,42 +77,45 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         params = transformer.init(spec, jax.random.key(config.run.seed))
         return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
-    def loss_and_count(
-        params: transformer.Params, batch: dict, z_loss_weight: float
-    ) -> tuple[jax.Array, jax.Array]:
-        where = Tokens(batch["positions"], batch["segment_ids"])
-        x_BTD, _ = transformer.hidden_states(
-            params,
-            spec,
-            batch["tokens"],
-            where,
-            dtype=dtype,
-            remat=remat,
-            kernel=kernel,
-            quantization=in_8_bits,
-        )
-        loss = Loss(spec.vocab, spec.tied_embeddings, spec.logits_softcap, z_loss_weight)
-        total = summed_loss(x_BTD, transformer.output_matrix(params), batch["targets"], loss)
-        return total, (batch["targets"] >= 0).sum()
+    model = config.model
+    how = {
+        "dtype": dtype,
+        "remat": remat,
+        "dispatch": Dispatch(model.moe_dispatch, model.capacity_factor),
+        **choices.kernels(config, spec, mesh),
+    }
+    weights = Weights(model.z_loss_weight, model.prediction_loss_weight, model.load_balance_loss_weight)
 
     def update(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
-        counted = jnp.maximum((batch["targets"] >= 0).sum(), 1)
+        whole = counts(batch)
 
-        def part_of_mean(params: transformer.Params, part: dict) -> jax.Array:
-            return loss_and_count(params, part, config.model.z_loss_weight)[0] / counted
+        def part_of_mean(params: transformer.Params, part: dict) -> tuple[jax.Array, Terms]:
+            return objective(params, spec, part, whole, weights, **how)
 
-        loss, grads = accumulated(jax.value_and_grad(part_of_mean), state.params, batch, steps)
+        differentiate = jax.value_and_grad(part_of_mean, has_aux=True)
+        (_, terms), grads = accumulated(differentiate, state.params, batch, steps)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {
-            "loss": loss,
+        if spec.experts and spec.experts.balancing_bias:
+            params = balanced(params, terms.share_LE)
+        metrics = terms.metrics() | {
             "gradient_norm": optax.tree.norm(grads),
             "learning_rate": learning_rate(state.step),
         }
         return TrainState(state.step + 1, params, opt_state), metrics
 
     def evaluate(params: transformer.Params, batch: dict) -> tuple[jax.Array, jax.Array]:
-        return loss_and_count(params, batch, 0.0)
+        summed = objective(params, spec, batch, Counts(1, 1), Weights(), **how)[1].loss
+        return summed, (batch["targets"] >= 0).sum()
+
+    estimated = config.model.use_max_logits_estimate > 0
+
+    def logits_above(params: transformer.Params, batch: dict) -> jax.Array:
+        def probed(probe: jax.Array) -> jax.Array:
+            watched = how | {"kernel": dataclasses.replace(how["kernel"], probe=probe)}
+            return objective(params, spec, batch, counts(batch), weights, **watched)[0]
+
+        return jax.grad(probed)(jnp.float32(0))
 
     shape = (config.data.global_batch_size, config.data.sequence_length)
     sharding = NamedSharding(mesh, rules.partition("batch", "sequence"))
@@ -143,37 +139,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         ),
         evaluate=jax.jit(evaluate, compiler_options=options | on_cpu),
         compiler_options=options,
-    )
-
-
-def quantization(config: RunConfig, spec: ModelSpec) -> Quantization | None:
-    """What the config's keys ask for. Raises UserError where it cannot be done."""
-    model = config.model
-    if model.quantization == "none" or not model.use_qwix_quantization:
-        return None
-    how = Quantization(
-        model.quantization,
-        model.quantization_layers,
-        model.quantization_scaling,
-        model.quantization_tile,
-        model.quantization_fixed_range,
-        model.quantization_stochastic_rounding,
-    )
-    check(how, transformer.weights(spec).layers)
-    return how
-
-
-def compiler_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    """The compiler's options for the devices of ``mesh``, which need not be there; none where they are not TPUs.
-
-    Raises UserError for flags that the chip or the compiler does not have.
-    """
-    device = mesh.devices.flat[0]
-    chip = chips.of_device_kind(device.device_kind)
-    if device.platform != "tpu" or chip is None:
-        return {}
-    return dict(
-        flags.resolve(config.compiler.compiler_flags, chip.name, config.compiler.scoped_vmem_limit_kib)
+        logits_above=jax.jit(logits_above, compiler_options=options) if estimated else None,
     )
 
 

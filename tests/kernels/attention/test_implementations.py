@@ -13,7 +13,7 @@ import pytest
 from slicewise.config import load_config
 from slicewise.errors import UserError
 from slicewise.kernels.attention import chunked
-from slicewise.kernels.attention.api import REFERENCE, Kernel, Tokens, attention, choose
+from slicewise.kernels.attention.api import REFERENCE, Kernel, Tokens, attention, choose, visible
 from slicewise.parallel.cluster import by_slice
 from slicewise.parallel.mesh import build_mesh
 from slicewise.parallel.rules import partition
@@ -32,14 +32,13 @@ class Case:
     dims: tuple[int, int]  # of queries and keys, of values
     window: int | None = None
     softcap: float | None = None
-    is_global: bool | None = None
+    is_global: tuple[bool, ...] = ()  # what a scan says of its layers
     sinks: bool = False
 
 
 CASES = {
     "grouped queries": Case((4, 2), (32, 32)),
-    "a window in a layer that a scan calls local, capped logits": Case((2, 2), (16, 16), 40, 3.0, False),
-    "a window in a layer that a scan calls global": Case((2, 2), (16, 16), 40, None, True),
+    "windows in some layers of a scan, capped logits": Case((2, 2), (16, 16), 40, 3.0, (False, True)),
     "sinks, latent attention's head dims, one window": Case((2, 2), (192, 128), 100, sinks=True),
 }
 
@@ -87,14 +86,15 @@ def computed(kernel: Kernel, case: Case) -> list[np.ndarray]:
                 scale=H**-0.5,
                 softcap=case.softcap,
                 sinks_N=sinks if case.sinks else None,
-                is_global=None if case.is_global is None else is_global,
+                is_global=is_global if case.is_global else None,
                 kernel=kernel,
             )
 
         context, pull_back = jax.vjp(attend, q, k, v, sinks)
         return context, *pull_back(grad)
 
-    return list(map(np.asarray, run(q, k, v, sinks, jnp.asarray(bool(case.is_global)))))
+    layers = [run(q, k, v, sinks, jnp.asarray(is_global)) for is_global in case.is_global or (False,)]
+    return [np.stack(parts) for parts in zip(*layers, strict=True)]
 
 
 LATENT = "sinks, latent attention's head dims, one window"
@@ -114,6 +114,30 @@ def reference(case: str) -> list[np.ndarray]:
     return computed(REFERENCE, CASES[case])
 
 
+@pytest.mark.parametrize(
+    ("window", "is_global", "softcap"), [(None, False, None), (40, False, 2.0), (40, True, None)]
+)
+def test_the_gradient_of_a_probe_counts_the_logits_above_the_estimate(
+    window, is_global, softcap, mesh, monkeypatch
+):
+    monkeypatch.setattr(chunked, "BLOCK", 64)
+    rng = np.random.default_rng(0)
+    q, k = (rng.normal(size=(B, T, n, 8)).astype(np.float32) for n in (4, 2))
+    where = Tokens(*(jax.sharding.reshard(jnp.asarray(x), partition("batch", "sequence")) for x in packed()))
+    by_head = partition("batch", "sequence", "heads", "head_dim")
+    q_BTNH, k_BTKH = (jax.sharding.reshard(jnp.asarray(x), by_head) for x in (q, k))
+
+    def loss(probe):
+        kernel = Kernel("xla_chunked", max_logit=1.5, probe=probe)
+        how = {"window": window, "scale": 1.0, "softcap": softcap, "is_global": jnp.array(is_global)}
+        return attention(q_BTNH, k_BTKH, k_BTKH, where, where, kernel=kernel, **how).sum() * 0
+
+    logits = np.einsum("btngh,bsnh->bngts", q.reshape(B, T, 2, 2, 8), k)
+    logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
+    seen = np.asarray(visible(where, where, None if is_global else window))
+    assert jax.jit(jax.grad(loss))(0.0) == (seen[:, None, None] & (logits > 1.5)).sum()
+
+
 class Device:
     """As much of a device as a choice of kernel looks at."""
 
@@ -127,7 +151,7 @@ def choice(asked: str, platform: str, length: int = 256, max_logit: float = 0.0)
 
 
 def test_auto_follows_the_devices_of_the_mesh():
-    assert choice("auto", "cpu", max_logit=5.0) == Kernel("reference")
+    assert choice("auto", "cpu", max_logit=5.0) == Kernel("reference", max_logit=5.0)
     assert choice("auto", "tpu", max_logit=5.0) == Kernel("splash", "v6e", max_logit=5.0)
     assert choice("xla_chunked", "tpu") == Kernel("xla_chunked")
 

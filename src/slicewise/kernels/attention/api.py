@@ -43,6 +43,8 @@ class Kernel:
     vmem_limit_kib: int = 0  # that the program is compiled with; 0 = the compiler's
     max_logit: float | None = None  # splash subtracts it instead of the running maximum
     interpret: bool = False  # splash on a CPU, slowly: for tests
+    # A float32 scalar whose gradient becomes the number of logits above max_logit, over all layers that see it.
+    probe: jax.Array | None = None
 
 
 REFERENCE = Kernel()
@@ -70,7 +72,7 @@ def choose(
     if name == "xla_chunked":
         chunked.check(sequence_length)
     if name != "splash":
-        return Kernel(name)
+        return Kernel(name, max_logit=max_logit or None)
     if not on_tpu:
         raise UserError(
             f"attention = 'splash' needs TPU devices, found {device.device_kind}; use 'reference'."
@@ -107,6 +109,26 @@ def attention(
     Returns the context [B, T, N, V], which with all else that a backward pass keeps is named CONTEXT.
     """
     operands = (q_BTNH, k_BSKH, v_BSKV, sinks_N)
+    context_BTNV = _attention(operands, queries, keys, kernel, window, scale, softcap, is_global)
+    if kernel.probe is None:
+        return context_BTNV
+    assert kernel.max_logit is not None
+    above = _above(
+        q_BTNH, k_BSKH, queries, keys, _furthest(window, is_global), scale, softcap, kernel.max_logit
+    )
+    return _tapped(context_BTNV, kernel.probe, above)
+
+
+def _attention(
+    operands: tuple,
+    queries: Tokens,
+    keys: Tokens,
+    kernel: Kernel,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    is_global: jax.Array | None,
+) -> jax.Array:
     if kernel.name == "splash":
         assert queries is keys, "splash takes one row as queries and keys"
 
@@ -116,16 +138,66 @@ def attention(
         if window is None or is_global is None:
             return attend(window)
         return jax.lax.cond(is_global, lambda: attend(None), lambda: attend(window))
-    furthest = jnp.asarray(jnp.iinfo(jnp.int32).max if window is None else window, jnp.int32)
-    if is_global is not None:
-        furthest = jnp.where(is_global, jnp.iinfo(jnp.int32).max, furthest)
+    furthest = _furthest(window, is_global)
     if kernel.name == "xla_chunked":
         return _chunked(operands, queries, keys, furthest, scale, softcap)
     mask_BTS = visible(queries, keys, None if window is None else furthest)
+    q_BTNH, k_BSKH, v_BSKV, sinks_N = operands
     context_BTNV = reference.attention(
         q_BTNH, k_BSKH, v_BSKV, mask_BTS, scale=scale, softcap=softcap, sinks_N=sinks_N
     )
     return checkpoint_name(context_BTNV, CONTEXT)
+
+
+def _furthest(window: int | None, is_global: jax.Array | None) -> jax.Array:
+    """The window as a number, where there is none the largest."""
+    none = jnp.asarray(jnp.iinfo(jnp.int32).max)
+    if window is None:
+        return none
+    return jnp.asarray(window, jnp.int32) if is_global is None else jnp.where(is_global, none, window)
+
+
+@jax.custom_vjp
+def _tapped(context: jax.Array, probe: jax.Array, above: jax.Array) -> jax.Array:
+    """``context``; the gradient of ``probe`` is ``above``, whatever becomes of the context."""
+    return context
+
+
+_tapped.defvjp(
+    lambda context, probe, above: (context, above),
+    lambda above, grad: (grad, above, jnp.zeros_like(above)),
+)
+
+
+def _above(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    queries: Tokens,
+    keys: Tokens,
+    window: jax.Array,
+    scale: float,
+    softcap: float | None,
+    max_logit: float,
+) -> jax.Array:
+    """How many visible logits exceed ``max_logit``: float32, of all rows and heads."""
+
+    def on_device(q: jax.Array, k: jax.Array, rows: Any, columns: Any, window: jax.Array) -> jax.Array:
+        B, T, N, H = q.shape
+        K = k.shape[2]
+        grouped = (q * scale).reshape(B, T, K, N // K, H)
+        found = chunked.count_above(grouped, k, rows, columns, window, softcap, max_logit)
+        return jax.lax.psum(found, tuple(jax.sharding.get_abstract_mesh().axis_names))
+
+    row = partition("batch", "sequence")
+    rows, columns = ((w.positions_BT, w.segments_BT) for w in (queries, keys))
+    by_head = partition("batch", "sequence", "heads", "head_dim")
+    by_kv_head = partition("batch", "sequence", "kv_heads", "head_dim")
+    return jax.shard_map(
+        on_device,
+        in_specs=(by_head, by_kv_head, (row, row), (row, row), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(jax.lax.stop_gradient(q_BTNH), jax.lax.stop_gradient(k_BSKH), rows, columns, window)
 
 
 def _splash(

@@ -119,6 +119,30 @@ def _backward(softcap: float | None, residual_name: str, saved: tuple, grad_BTKG
 attention.defvjp(_forward, _backward)
 
 
+def count_above(
+    q_BTKGH: jax.Array,
+    k_BSKH: jax.Array,
+    queries: Where,
+    keys: Where,
+    window: jax.Array,
+    softcap: float | None,
+    limit: float,
+) -> jax.Array:
+    """How many visible logits exceed ``limit``, float32."""
+    columns = (_blocks(k_BSKH), *map(_blocks, keys))
+
+    def rows(block: tuple) -> jax.Array:
+        q, *where = block
+
+        def column(block: tuple) -> jax.Array:
+            k, *seen = block
+            return (_logits(q, k, where, seen, window, softcap)[0] > limit).sum(dtype=jnp.float32)
+
+        return jax.lax.map(column, columns).sum()
+
+    return jax.lax.map(rows, (_blocks(q_BTKGH), *map(_blocks, queries))).sum()
+
+
 def _logits(
     q: jax.Array, k: jax.Array, where: Any, seen: Any, window: jax.Array, softcap: float | None
 ) -> tuple[jax.Array, jax.Array | float]:

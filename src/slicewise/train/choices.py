@@ -1,0 +1,92 @@
+"""What config and devices settle before a step is traced: kernels, 8-bit products, compiler flags.
+
+The devices need not be there: a mesh of a compile-only topology settles what real devices would.
+"""
+
+from typing import Any
+
+from jax.sharding import Mesh
+
+from slicewise.catalog import chips, flags
+from slicewise.catalog.model import ModelSpec
+from slicewise.config import RunConfig
+from slicewise.errors import ExitCode, UserError
+from slicewise.kernels.attention import api as attention
+from slicewise.kernels.grouped_matmul import api as grouped_matmul
+from slicewise.model import params
+from slicewise.model.quantization import Quantization, check, slower
+
+
+def kernels(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> dict[str, Any]:
+    """Arguments of transformer.states. Raises UserError where what was asked for cannot run."""
+    return {
+        "kernel": attention.choose(
+            config.model.attention,
+            mesh,
+            config.data.sequence_length,
+            config.model.use_max_logits_estimate,
+            config.compiler.scoped_vmem_limit_kib,
+        ),
+        "grouped": grouped_matmul.choose(mesh) if spec.experts else grouped_matmul.REFERENCE,
+        "quantization": quantization(config, spec),
+    }
+
+
+def quantization(config: RunConfig, spec: ModelSpec) -> Quantization | None:
+    """What the config's keys ask for. Raises UserError where it cannot be done."""
+    model = config.model
+    if model.quantization == "none" or not model.use_qwix_quantization:
+        return None
+    how = Quantization(
+        model.quantization,
+        model.quantization_layers,
+        model.quantization_scaling,
+        model.quantization_tile,
+        model.quantization_fixed_range,
+        model.quantization_stochastic_rounding,
+    )
+    check(how, params.weights(spec).layers)
+    return how
+
+
+def compiler_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    """The compiler's options for the devices of ``mesh``; none where they are not TPUs of the catalog.
+
+    Raises UserError for flags that the chip or the compiler does not have.
+    """
+    device = mesh.devices.flat[0]
+    chip = chips.of_device_kind(device.device_kind)
+    if device.platform != "tpu" or chip is None:
+        return {}
+    asked, limit_kib = config.compiler.compiler_flags, config.compiler.scoped_vmem_limit_kib
+    return dict(flags.resolve(asked, chip.name, limit_kib))
+
+
+def notes(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> list[str]:
+    """What the user should know of these choices at the start of a run."""
+    found = []
+    chip = chips.of_device_kind(mesh.devices.flat[0].device_kind)
+    how = quantization(config, spec)
+    if how and chip and (note := slower(how, chip)):
+        found.append(note)
+    if options := compiler_options(config, mesh):
+        found.append(f"compiler flags: {' '.join(f'{flag}={value}' for flag, value in options.items())}")
+    return found
+
+
+def expected_kernels(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> tuple[str, ...]:
+    """Parts of the names of the kernels that the program of a step must call."""
+    chosen = kernels(config, spec, mesh)
+    names = ["splash"] if chosen["kernel"].name == "splash" else []
+    dropless = spec.experts is not None and config.model.moe_dispatch == "dropless"
+    return (*names, "ragged_dot_gmm") if dropless and chosen["grouped"].name == "mosaic" else tuple(names)
+
+
+def check_kernels(expected: tuple[str, ...], program: str) -> None:
+    """Raises UserError when the lowered ``program`` lacks a kernel of expected_kernels: nothing falls back unseen."""
+    if missing := [name for name in expected if f"{name}" not in program]:
+        raise UserError(
+            f"the compiled step does not call the kernel {missing[0]} that was chosen for it; report it, or choose"
+            " attention = 'xla_chunked'.",
+            code=ExitCode.INTERNAL,
+        )

@@ -1,0 +1,88 @@
+"""Steps for TPUs that are not there: the chosen kernels are in the program, and run no more than they must."""
+
+import re
+from collections import Counter
+
+import jax
+import pytest
+
+pytest.importorskip("libtpu")
+
+from jax.experimental import topologies
+
+from slicewise.config import load_config
+from slicewise.parallel.cluster import by_slice
+from slicewise.parallel.mesh import build_mesh
+from slicewise.train import choices
+from slicewise.train.step import build_train_step
+
+pytestmark = pytest.mark.aot
+
+SMALL = ["sequence_length=256", "global_batch_size=8"]
+
+
+@pytest.fixture(autouse=True)
+def no_tpu(monkeypatch):
+    """The compiler asks no metadata server, and lets other processes use it too."""
+    for name, value in {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "x",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+def lowered(topology: str, *overrides: str) -> jax.stages.Lowered:
+    config = load_config(None, [*SMALL, *overrides]).config
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = build_mesh(config, by_slice(devices))
+    step = build_train_step(config, mesh)
+    with jax.set_mesh(mesh):
+        program = step.update.lower(step.abstract_state, step.abstract_batch)
+    choices.check_kernels(choices.expected_kernels(config, step.spec, mesh), program.as_text())
+    return program
+
+
+def kernels(program: jax.stages.Lowered) -> Counter:
+    return Counter(re.findall(r'kernel_name = "(\w+)"', program.as_text()))
+
+
+WINDOWS = """
+name = "windows"
+source = "this test"
+layers = 4
+d_model = 128
+heads = 4
+kv_heads = 2
+head_dim = 32
+d_ff = 256
+vocab = 256
+sliding_window = 100
+global_every = 2
+attention_sinks = true
+"""
+
+
+@pytest.mark.parametrize(("policy", "times"), [("minimal_with_context", 1), ("minimal", 2)])
+def test_a_kept_context_spares_the_backward_pass_the_forward_kernel(policy, times, tmp_path):
+    """Of layers with and without a window, one kernel each."""
+    model = tmp_path / "windows.toml"
+    model.write_text(WINDOWS)
+    found = kernels(
+        lowered("v6e:2x2", f"model={model}", f"remat_policy={policy}", "ici_tensor_parallelism=2")
+    )
+    assert found == {
+        "splash_mha_fwd_segmented_residuals": 2 * times,
+        "splash_mha_dkv_segmented_no_residuals": 2,
+    }
+
+
+def test_the_compiled_step_gathers_fp8_weights_and_calls_the_kernels_of_experts():
+    flags = "compiler_flags=sparsecore-all-gather,sparsecore-reduce-scatter,layer-scheduler,native-bf16"
+    text = lowered("tpu7x:2x2x1", "model=demo-moe", "quantization=fp8", flags).compile().as_text()
+    for name in ("splash_mha_fwd", "splash_mha_dkv", "ragged_dot_gmm", "ragged_dot_tgmm"):
+        assert re.search(rf'%\S*{name}\S* = .*custom_call_target="tpu_custom_call"', text), name
+    gathered = Counter(re.findall(r"= (\w+)\[\S* all-gather\(", text))
+    assert gathered["f8e4m3fn"] >= 8
+    assert "f8e5m2[" in text
