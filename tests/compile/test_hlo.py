@@ -23,7 +23,7 @@ FileLocations
 
 StackFrames
 1 {file_location_id=2 parent_frame_id=1}
-2 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=1 parent_frame_id=2}
 
 
 %add.step (param_0: s32[], param_1: s32[]) -> s32[] {

@@ -21,7 +21,7 @@ Bar = tuple[str, str, float, float, str]  # row, kind, start, end (ns), text
 def timeline_chart(step: "CompiledStep") -> Figure:
     """A row for the parts of the model, one for what the core waits for, and one for each resource beside it."""
     bars = _bars(step)
-    rows = [PARTS, EXPOSED, *timeline.tracks(step)[4:]]
+    rows = [PARTS, EXPOSED, *map(timeline.track_name, timeline.resources(step))]
     total_s = step.replay.seconds
     scale, unit = next(
         u for u in ((1e9, "s"), (1e6, "ms"), (1e3, "us")) if 1e9 * total_s >= u[0] or u[1] == "us"

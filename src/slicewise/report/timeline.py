@@ -4,13 +4,13 @@ import gzip
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slicewise.compile.places import origin
-from slicewise.compile.schedule import COPY, CORE, DCN, FROM_HOST, SPARSECORE, TO_HOST, Span
+from slicewise.compile.schedule import COPY, CORE, DCN, FROM_HOST, SHARED, SPARSECORE, TO_HOST, Span
 from slicewise.errors import ExitCode, UserError
 from slicewise.report import xplane
 
@@ -51,12 +51,21 @@ def track_name(resource: str) -> str:
     return NAMES.get(resource) or f"ICI {resource}"
 
 
-def tracks(step: "CompiledStep") -> list[str]:
-    """Names of all tracks from top to bottom."""
+def resources(step: "CompiledStep") -> list[str]:
+    """What works beside the core, from top to bottom: links, networks, other units, copies."""
     used = {s.track for s in step.replay.spans} - {CORE, LOOPS}
     links = sorted(used - NAMES.keys())
-    others = [r for r in (DCN, TO_HOST, FROM_HOST, SPARSECORE, COPY) if r in used]
-    return [STEPS, MODULES, LAYERS, *map(track_name, [CORE, *links, *others])]
+    return [*links, *(r for r in (DCN, TO_HOST, FROM_HOST, SPARSECORE, COPY) if r in used)]
+
+
+def tracks(step: "CompiledStep") -> list[str]:
+    """Names of all tracks from top to bottom."""
+    names = [STEPS, MODULES, LAYERS, OPS]
+    found = {s.track for s in slices(step)}
+    for name in map(track_name, resources(step)):
+        lanes = sorted((t for t in found if t.startswith(f"{name} (")), key=lambda t: (len(t), t))
+        names += [name, *lanes]
+    return names
 
 
 def slices(step: "CompiledStep") -> list[Slice]:
@@ -65,10 +74,24 @@ def slices(step: "CompiledStep") -> list[Slice]:
     program = step.request.program
     found = [Slice(STEPS, "1", 0, end_ns), Slice(MODULES, f"jit_{program}", 0, end_ns)]
     found += _Nest(step).slices()
+    shared: dict[str, list[Slice]] = {}
     for span in step.replay.spans:
-        if span.track != LOOPS:
+        if span.track in SHARED:
+            shared.setdefault(span.track, []).append(_of_span(step, span))
+        elif span.track != LOOPS:
             found.append(_of_span(step, span))
+    for mine in shared.values():
+        found += _in_lanes(mine)
     return found
+
+
+def _in_lanes(mine: Sequence[Slice]) -> Iterator[Slice]:
+    """Transfers that share a link side by side: those beyond the first on tracks such as 'Host link, out (2)'."""
+    free_ns: list[int] = []
+    for s in sorted(mine, key=lambda s: s.start_ns):
+        lane = next((k for k, until in enumerate(free_ns) if until <= s.start_ns), len(free_ns))
+        free_ns[lane : lane + 1] = [s.end_ns]
+        yield s if lane == 0 else replace(s, track=f"{s.track} ({lane + 1})")
 
 
 def _of_span(step: "CompiledStep", span: Span) -> Slice:
