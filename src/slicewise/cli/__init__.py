@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 
 from slicewise import __version__
-from slicewise.cli import plan, plan_more, roofline, train
+from slicewise.cli import emulator, plan, plan_more, roofline, train
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import ExitCode, UserError
 
@@ -79,4 +79,5 @@ def _parser() -> argparse.ArgumentParser:
     plan.register(verbs)
     plan_more.register(verbs)
     roofline.register(verbs)
+    emulator.register(verbs)
     return parser

@@ -109,7 +109,7 @@ def _resolver(scheme: str) -> Callable[[str], list[Worker]]:
     if scheme == "emulator":
         from slicewise.launch.emulator import workers_of
     else:
-        from slicewise.launch.queued_resource import workers_of
+        from slicewise.launch.queued_resources import workers_of
     return workers_of
 
 

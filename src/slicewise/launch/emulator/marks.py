@@ -1,0 +1,83 @@
+"""Processes of emulated VMs, found by a mark in their environment: no fork, new session or lost parent hides one.
+
+Needs /proc. Where there is none, only the process groups that the emulator started itself can be reached.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+MARK = "SLICEWISE_VM"
+SCANS = 5  # a process may fork while others are being killed
+_PROC = Path("/proc")
+
+# Waits for the end of a pipe that only the emulator holds, so that the kernel tells it of every death.
+_GUARDIAN = """
+import os, signal, sys, time
+os.read(0, 1)
+mark = b"{mark}=" + sys.argv[1].encode()
+for _ in range({scans}):
+    found = False
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{{pid}}/environ", "rb") as file:
+                if any(v.startswith(mark) for v in file.read().split(b"\\0")):
+                    os.kill(int(pid), signal.SIGKILL)
+                    found = True
+        except OSError:
+            pass
+    if not found:
+        break
+    time.sleep(0.05)
+"""
+
+
+def marked(prefixes: Collection[str]) -> list[int]:
+    """Ids of processes whose mark starts with one of ``prefixes``; the dead that nobody waited for have none."""
+    wanted = tuple(f"{MARK}={prefix}".encode() for prefix in prefixes)
+    if not wanted or not _PROC.is_dir():
+        return []
+    found = []
+    for pid in filter(str.isdigit, os.listdir(_PROC)):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            environment = file.read()
+            if b"SLICEWISE_VM=" in environment and any(
+                variable.startswith(wanted) for variable in environment.split(b"\0")
+            ):
+                found.append(int(pid))
+    return found
+
+
+def send(prefixes: Collection[str], number: signal.Signals) -> None:
+    """A signal to every process of these marks. SIGKILL is repeated until none is left."""
+    for _ in range(SCANS if number == signal.SIGKILL else 1):
+        pids = marked(prefixes)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        if not pids:
+            break
+
+
+class Guardian:
+    """A process that kills every process with the mark once this one is gone, whatever ended it."""
+
+    def __init__(self, prefix: str):
+        script = _GUARDIAN.format(mark=MARK, scans=SCANS)
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", script, prefix],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # out of reach of a Ctrl-C or a kill of the emulator's group
+        )
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
