@@ -172,9 +172,10 @@ def _first_problem(error: ValidationError) -> str:
     problems = error.errors()
     problem: Mapping[str, Any] = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     place = ".".join(str(part) for part in problem["loc"])
-    known = {*_Inventory.model_fields, *_Host.model_fields, *_Slice.model_fields}
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {place}.{did_you_mean(place.rpartition('.')[2], known)} Known: {', '.join(sorted(known))}."
+        known = {1: _Inventory, 3: _Slice}.get(len(problem["loc"]), _Host).model_fields
+        near = did_you_mean(str(problem["loc"][-1]), known)
+        return f"unknown key {place}.{near} Known here: {', '.join(known)}."
     if problem["type"] == "missing":
         return f'{place} is missing. An inventory has [[slices]], each with hosts = ["HOST", ...].'
     return f"{place} = {problem['input']!r}: {problem['msg']}."
