@@ -170,6 +170,7 @@ class Attempt:
             self.watchdog.saw(event, child.index)
         if self.supervision:
             self.supervision.saw(child.index, event)
+            child.note(event)
         if event.get("event") == "error":
             self._on_failure(_Failure(child, error=event))
         elif child.index == 0:

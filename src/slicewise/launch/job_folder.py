@@ -5,7 +5,8 @@
     cancel.json                           somebody wants it to end
     attempts/0001/claim.json              who leads the attempt; created once, so that it has one leader
     attempts/0001/phase.json              written by the leader: gather, run, over
-    attempts/0001/workers/s0h0.json       written by each worker: that it is ready, and how its trainer ended
+    attempts/0001/workers/s0h0.ready.TOKEN.json    an agent is there for the attempt, and its address
+    attempts/0001/workers/s0h0.ended.TOKEN.json    how its trainer ended
     attempts/0001/progress.json           the newest step
     attempts/0001/ended.json              why it ended
     result.json                           how the job ended
@@ -17,7 +18,7 @@ The highest attempt is the one that counts. Whoever works on a lower one is stal
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationError
@@ -53,7 +54,7 @@ class JobSpec(Part):
     """Devices a host emulated on the CPU; 0 uses the devices that are there."""
     budgets: Budgets = Budgets()
     watch: Watch = Watch()
-    environment: dict[str, str] = {}
+    environment: dict[str, str] = Field({})
     code: str = Field("", pattern=r"^(code-[0-9a-f]{16}\.tar\.gz)?$")
     working_directory: str = ""
     """Where the trainer starts; by default where the code is, or the agent's own."""
@@ -85,6 +86,24 @@ class Claim:
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> "Claim":
         return Claim(**{**document, "tally": Tally(**document["tally"])})
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an agent says of itself, in the name of a file. ``token`` is of one start of one agent."""
+
+    place: str
+    kind: str  # ready, ended
+    token: str
+
+    @property
+    def file(self) -> str:
+        return f"{self.place}.{self.kind}.{self.token}.json"
+
+    @staticmethod
+    def parse(file: str) -> "Report | None":
+        parts = file.split(".")
+        return Report(*parts[:3]) if len(parts) == 4 else None
 
 
 @dataclass(frozen=True)
@@ -183,14 +202,16 @@ class JobFolder:
     def phase(self, claim: Claim) -> dict[str, Any]:
         return read_json(self.folder, _attempt(claim.attempt, "phase.json")) or {"phase": ""}
 
-    def report_worker(self, claim: Claim, place: str, document: dict[str, Any]) -> None:
-        write_json(self.folder, _attempt(claim.attempt, f"workers/{place}.json"), document)
+    def report(self, claim: Claim, report: "Report", document: dict[str, Any]) -> None:
+        write_json(self.folder, _attempt(claim.attempt, f"workers/{report.file}"), document)
 
-    def workers(self, claim: Claim) -> dict[str, dict[str, Any]]:
-        """What each worker has reported, by place."""
+    def reports(self, claim: Claim) -> list["Report"]:
+        """What has been reported by whom, by names of files alone: one call however many workers."""
         names = self.folder.names(_attempt(claim.attempt, "workers"))
-        found = ((n, read_json(self.folder, _attempt(claim.attempt, f"workers/{n}"))) for n in names)
-        return {name.removesuffix(".json"): document for name, document in found if document is not None}
+        return [report for report in map(Report.parse, names) if report]
+
+    def reported(self, claim: Claim, report: "Report") -> dict[str, Any]:
+        return read_json(self.folder, _attempt(claim.attempt, f"workers/{report.file}")) or {}
 
     def report_progress(self, claim: Claim, event: Mapping[str, Any]) -> None:
         shown = {key: event[key] for key in ("step", "steps", "loss", "step_time_s") if key in event}
@@ -249,10 +270,6 @@ class JobFolder:
 def continued(claim: Claim | None, submission: str) -> Tally:
     """What an attempt after ``claim`` starts from: another submission has budgets of its own."""
     return claim.tally if claim and claim.submission == submission else Tally()
-
-
-def with_fault(ending: Ending, fault: Fault, why: str) -> Ending:
-    return replace(ending, fault=fault, why=why)
 
 
 def _attempt(number: int, name: str) -> str:

@@ -92,7 +92,7 @@ def decide(fault: Fault, code: int, tally: Tally, budgets: Budgets) -> Restart |
         case Fault.USER:
             return Stop(ExitCode.USER, "the same input would fail again")
         case Fault.CANCELLED:
-            return Stop(code, "cancelled")
+            return Stop(code, "")
         case Fault.FAILURE:
             if tally.failures >= budgets.failures:
                 return Stop(_failed(code), _used(budgets.failures, "failure", "--max-failures"))

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch.guardian import Guardian
-from slicewise.launch.output import LineReader, Log
+from slicewise.launch.output import EventLines, LineReader, Log
 from slicewise.train.progress import EVENTS_FD, STACKS_SIGNAL
 
 READ_BYTES = 64 * 1024
@@ -54,7 +54,15 @@ class Child:
     log: Log
     output: LineReader = field(default_factory=LineReader)
     events: LineReader = field(default_factory=LineReader)
+    event_lines: EventLines = field(default_factory=EventLines)
     returncode: int | None = None
+
+    def note(self, event: Mapping[str, Any]) -> str | None:
+        """Adds an event to the log as a line, which is returned; None for one that is not worth it."""
+        line = self.event_lines.line(event)
+        if line is not None:
+            self.log.write(f"{line}\n".encode())
+        return line
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,8 @@ def _encoded(document: dict[str, Any]) -> bytes:
 
 def _checked(name: str) -> str:
     path = PurePosixPath(name)
-    assert not path.is_absolute() and ".." not in path.parts, name
+    assert not path.is_absolute(), name
+    assert ".." not in path.parts, name
     return str(path)
 
 

@@ -96,7 +96,7 @@ def _attempted(run: RunAttempt, claim: Claim) -> Ending:
 
 
 def _finish(job: JobFolder, ending: Ending, stop: Stop, say: Callable[[str], None]) -> Ending:
-    why = "; ".join(filter(None, [ending.why, stop.why if ending.fault != Fault.CANCELLED else ""]))
+    why = "; ".join(filter(None, [ending.why, stop.why]))
     result = Ending(ending.fault, stop.code, why, ending.attempt, ending.submission)
     job.finish(result)
     say(f"job {result.state}" + (f": {why}" if why else ""))
