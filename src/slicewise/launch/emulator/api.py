@@ -327,15 +327,16 @@ def _times(policy: Any) -> tuple[float, float]:
 
 
 def _page(found: Sequence, message: Any) -> tuple[Sequence, str]:
-    """(the page that a list request asks for, the token of the next). A token is the place of its first item."""
+    """(the page that a list request asks for, the token of the next). A token is the number of the last item
+    before it, so that deletions between two pages hide nothing."""
     token = message.page_token
-    if token and not (token.isdecimal() and len(token) < 10):
+    if token and not (token.isascii() and token.isdecimal() and len(token) < 10):
         raise invalid(f"page_token '{token}' is none that was given out.")
     if message.page_size < 0:
         raise invalid(f"page_size {message.page_size}: it must be 0 or more.")
-    start = int(token or 0)
-    end = start + (message.page_size or 500)
-    return found[start:end], str(end) if end < len(found) else ""
+    left = [item for item in found if item.number > int(token or 0)]
+    page = left[: message.page_size or 500]
+    return page, str(page[-1].number) if len(page) < len(left) else ""
 
 
 def _set_time(timestamp: Any, at_s: float) -> None:

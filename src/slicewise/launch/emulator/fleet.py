@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from slicewise.launch.targets.local import THREADS_PER_DEVICE, xla_flags
 HOST = "127.0.0.1"
 STARTUP_LOG = "startup-script.log"
 # what a VM sees of the emulator's own environment; the rest of it may hold secrets
-_INHERITED = re.compile(r"PATH|PYTHONPATH|LANG|LC_\w+|TZ|TMPDIR|JAX_COMPILATION_CACHE_DIR|COVERAGE_\w+")
+_INHERITED = re.compile(r"PYTHONPATH|LANG|LC_\w+|TZ|TMPDIR|JAX_COMPILATION_CACHE_DIR|COVERAGE_\w+")
 
 
 @dataclass(eq=False)
@@ -53,6 +54,7 @@ class Fleet:
         self._allowed, self._report_up, self._metadata = allowed, report_up, metadata
         self._machines: dict[str, Machines] = {}
         self._tasks: set[asyncio.Task] = set()
+        self._discarded = 0
 
     def follow(self, names: Iterable[str], nodes: Mapping[str, Node]) -> None:
         """Make the VMs of these nodes what the nodes say. What has to end has ended on return."""
@@ -109,7 +111,15 @@ class Fleet:
                     worker.close()
                     self._spawn(self._metadata.close(worker))
                 del self._machines[name]
-                shutil.rmtree(self._home(name), ignore_errors=True)
+                self._discard(self._home(name))
+
+    def _discard(self, home: Path) -> None:
+        """The disks of a node are gone at once; their files are removed while requests are answered."""
+        self._discarded += 1
+        trash = self._directory / "vms" / f".{self._discarded}"
+        with contextlib.suppress(OSError):
+            home.rename(trash)
+            self._spawn(asyncio.to_thread(shutil.rmtree, trash, ignore_errors=True))
 
     def _relink(self, machines: Machines, link: Link) -> None:
         machines.link = link
@@ -161,6 +171,7 @@ class Fleet:
         body, devices = node.spec.body, node.spec.devices_per_worker
         return {
             **{name: value for name, value in os.environ.items() if _INHERITED.fullmatch(name)},
+            "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]),
             "HOME": str(home),
             "USER": os.environ.get("USER", "slicewise"),
             "LOGNAME": os.environ.get("USER", "slicewise"),

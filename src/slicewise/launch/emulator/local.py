@@ -60,8 +60,8 @@ def running(directory: Path | None = None) -> State:
         os.kill(state.pid, 0)
     except (OSError, ValueError, TypeError):
         raise UserError(
-            f"no emulator is running in {directory}: start one with 'slicewise emulator start', or name a project"
-            " and a zone of Google Cloud with --project and --zone."
+            f"no emulator is running in {directory}: start one with 'slicewise emulator start', or name"
+            " Google Cloud with --project and --zone."
         ) from None
     return state
 

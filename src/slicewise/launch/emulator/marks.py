@@ -5,6 +5,7 @@ Needs /proc. Where there is none, only the process groups that the emulator star
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 MARK = "SLICEWISE_VM"
 SCANS = 5  # a process may fork while others are being killed
 _PROC = Path("/proc")
+_VALUE = re.compile(rb"(?:^|\0)%s=([^\0]*)" % MARK.encode())
 
 # Waits for the end of a pipe that only the emulator holds, so that the kernel tells it of every death.
 _GUARDIAN = """
@@ -38,16 +40,13 @@ for _ in range({scans}):
 
 def marked(prefixes: Collection[str]) -> list[int]:
     """Ids of processes whose mark starts with one of ``prefixes``; the dead that nobody waited for have none."""
-    wanted = tuple(f"{MARK}={prefix}".encode() for prefix in prefixes)
+    wanted = tuple(prefix.encode() for prefix in prefixes)
     if not wanted or not _PROC.is_dir():
         return []
     found = []
     for pid in filter(str.isdigit, os.listdir(_PROC)):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-            environment = file.read()
-            if b"SLICEWISE_VM=" in environment and any(
-                variable.startswith(wanted) for variable in environment.split(b"\0")
-            ):
+            if any(value.startswith(wanted) for value in _VALUE.findall(file.read())):
                 found.append(int(pid))
     return found
 

@@ -47,6 +47,7 @@ def application(service: Service, control: Control) -> web.Application:
     app.router.add_get(one + "/operations/{id}", _operation)
     app.router.add_route("*", one + r"/{collection:queuedResources|nodes}", _call)
     app.router.add_route("*", one + r"/{collection:queuedResources|nodes}/{id}", _call)
+    app.router.add_route("*", one + "/{rest:.*}", _unimplemented)
     app.router.add_get("/compute/v1/projects/{project}", _project)
     app.router.add_post("/emulator/{verb}", _control)
     return app
@@ -156,6 +157,10 @@ async def _operations(request: web.Request) -> web.Response:
     parent = f"projects/{request.match_info['project']}/locations/{request.match_info['zone']}"
     found = [json_format.MessageToDict(message) for message in request.app[SERVICE].operations(parent)]
     return web.json_response({"operations": found})
+
+
+async def _unimplemented(request: web.Request) -> web.Response:
+    raise Refused(Code.UNIMPLEMENTED, f"The emulator has no {request.method} {request.path}.")
 
 
 async def _project(request: web.Request) -> web.Response:

@@ -324,5 +324,8 @@ class _Files(asyncssh.SFTPServer):
         super().__init__(channel)
         self._home = os.fsencode(home)
 
+    def exit(self) -> None:
+        self.channel.exit(0)  # OpenSSH's scp takes a channel without an exit status for a failure
+
     def map_path(self, path: bytes) -> bytes:
         return os.path.join(self._home, path)

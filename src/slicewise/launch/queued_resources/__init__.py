@@ -14,7 +14,7 @@ from slicewise.launch.queued_resources.calls import (
 from slicewise.launch.queued_resources.collect import dead
 from slicewise.launch.queued_resources.request import OWNER_LABEL, Request, owner
 from slicewise.launch.queued_resources.target import Target, cloud_target, emulator_target, find_target
-from slicewise.launch.queued_resources.wait import Progress, advice, wait, wait_until_gone
+from slicewise.launch.queued_resources.wait import Progress, advice, wait, wait_until_gone, wait_until_ready
 from slicewise.launch.queued_resources.workers import workers_of, workers_of_client
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "reset",
     "wait",
     "wait_until_gone",
+    "wait_until_ready",
     "workers_of",
     "workers_of_client",
 ]

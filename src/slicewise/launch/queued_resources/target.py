@@ -41,7 +41,9 @@ def find_target(project: str | None, zone: str | None, state: str | None = None)
     emulator of the state directory. Raises UserError for half a target, and when no emulator is running."""
     if state:
         if project or zone:
-            raise UserError("--state names an emulator, --project and --zone name Google Cloud: choose one.")
+            raise UserError(
+                "--emulator names an emulator, --project and --zone name Google Cloud: choose one."
+            )
         return emulator_target(Path(state).absolute())
     project, zone = project or os.environ.get(PROJECT_VARIABLE), zone or os.environ.get(ZONE_VARIABLE)
     if not project and not zone:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slicewise.errors import ExitCode, UserError
-from slicewise.launch.queued_resources.calls import Client, get
+from slicewise.launch.queued_resources.calls import Client, get, nodes
 
 POLL_S, EMULATOR_POLL_S = 5.0, 0.05
 DEAD = ("FAILED", "SUSPENDING", "SUSPENDED")
@@ -67,6 +67,38 @@ def wait(
                 code=ExitCode.TIMEOUT,
             )
         time.sleep(_poll_s(client))
+
+
+def wait_until_ready(
+    client: Client,
+    name: str,
+    *,
+    timeout_s: float | None = None,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> list[Any]:
+    """Returns the nodes once it is ACTIVE and every one of its slices READY, which takes longer than ACTIVE
+    after a reset or while slices are replaced. Raises as `wait` does."""
+    started_s = time.monotonic()
+    while True:
+        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started_s))
+        qr = wait(client, name, timeout_s=left_s, report=report)
+        found = nodes(client, name)
+        if len(found) == len(qr.tpu.node_spec) and all(node.state.name == "READY" for node in found):
+            return found
+        waited_s = time.monotonic() - started_s
+        report(Progress(name, f"ACTIVE, {_unready(found)}", waited_s, waited_s))
+        if timeout_s is not None and waited_s >= timeout_s:
+            raise UserError(
+                f"{name} is ACTIVE but after {seconds(waited_s)} {_unready(found)}: 'slicewise qr describe"
+                f" {name}' shows which.",
+                code=ExitCode.TIMEOUT,
+            )
+        time.sleep(_poll_s(client))
+
+
+def _unready(found: list[Any]) -> str:
+    others = [node.state.name for node in found if node.state.name != "READY"]
+    return f"{len(others)} of {len(found)} slices {', '.join(sorted(set(others)))}"
 
 
 def wait_until_gone(
