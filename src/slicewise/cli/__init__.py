@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 
 from slicewise import __version__
-from slicewise.cli import emulator, plan, plan_more, qr, roofline, run, train
+from slicewise.cli import emulator, job, plan, plan_more, qr, roofline, run, train
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import ExitCode, UserError
 
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     plan_more.register(verbs)
     roofline.register(verbs)
     emulator.register(verbs)
+    job.register(verbs)
     qr.register(verbs)
     run.register(verbs)
     return parser

@@ -35,6 +35,11 @@ def _run(options: argparse.Namespace) -> int:
             f"slicewise: {options.job} was submitted again since: this agent is not wanted.", file=sys.stderr
         )
         return ExitCode.DONE
+    if options.conclude:
+        from slicewise.launch.once import conclude
+
+        print(conclude(job, spec, int(os.environ.get("SLICEWISE_RESTART") or 0)))
+        return ExitCode.DONE
     if options.on == "jobset":
         place = of_pod(os.environ)
     elif options.on == "slurm":
@@ -70,6 +75,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slice", type=int, help="this worker's place, where no platform says it")
     parser.add_argument("--host", type=int, default=0)
     parser.add_argument("--address", default="127.0.0.1")
+    what = "do not run: say what Slurm's batch script is to do after its gang has ended"
+    parser.add_argument("--conclude", action="store_true", help=what)
     return parser.parse_args(arguments)
 
 

@@ -29,6 +29,7 @@ from slicewise.launch.policy import Budgets, Fault, Tally, Watch
 from slicewise.launch.storage import Folder, StorageError, create_json, open_folder, read_json, write_json
 
 FOLDER = "job"  # below the run's
+PIECE_BYTES = 1024 * 1024  # of a log in a bucket, whose objects cannot grow: the last piece is written anew
 NAME = (
     r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$"  # what Queued Resources, Kubernetes, Slurm and a file may be called
 )
@@ -261,10 +262,16 @@ class JobFolder:
 
     def log(self, attempt: int, place: str, start: int = 0) -> bytes:
         """Output of one worker from byte ``start`` on."""
-        folder = f"logs/attempt-{attempt:04d}"
-        pieces = [n for n in self.folder.names(folder) if n.partition(".")[0] == place and n.endswith(".log")]
-        whole = b"".join(self.folder.read(f"{folder}/{name}") or b"" for name in pieces)
-        return whole[start:]
+        folder, found = f"logs/attempt-{attempt:04d}", b""
+        for name in self.folder.names(folder):
+            piece = name.removeprefix(f"{place}.").removesuffix("log").rstrip(".")
+            if name != f"{place}.log" and not (name.startswith(f"{place}.") and piece.isdecimal()):
+                continue
+            begin = int(piece) * PIECE_BYTES if piece.isdecimal() else 0
+            ahead = piece.isdecimal() and begin + PIECE_BYTES <= start
+            if not ahead:
+                found += self.folder.read(f"{folder}/{name}", max(0, start - begin)) or b""
+        return found
 
 
 def continued(claim: Claim | None, submission: str) -> Tally:

@@ -28,8 +28,8 @@ class Folder(Protocol):
 
     root: str
 
-    def read(self, name: str) -> bytes | None:
-        """None when there is no such file."""
+    def read(self, name: str, start: int = 0) -> bytes | None:
+        """From byte ``start`` on. None when there is no such file."""
         ...
 
     def write(self, name: str, data: bytes) -> None:
@@ -98,8 +98,13 @@ class _Disk:
     def __init__(self, root: str):
         self.root = str(Path(root).expanduser().absolute())
 
-    def read(self, name: str) -> bytes | None:
-        return self._try("read", name, lambda path: path.read_bytes(), None)
+    def read(self, name: str, start: int = 0) -> bytes | None:
+        def read(path: Path) -> bytes:
+            with path.open("rb") as file:
+                file.seek(start)
+                return file.read()
+
+        return self._try("read", name, read, None)
 
     def write(self, name: str, data: bytes) -> None:
         def replace(path: Path) -> None:
@@ -168,8 +173,8 @@ class _Bucket:
         except Exception as error:  # each filesystem has errors of its own
             raise UserError(f"{root} cannot be opened: {_line(error)}.") from error
 
-    def read(self, name: str) -> bytes | None:
-        return self._try("read", name, self._fs.cat_file, None)
+    def read(self, name: str, start: int = 0) -> bytes | None:
+        return self._try("read", name, lambda path: self._fs.cat_file(path, start=start or None), None)
 
     def write(self, name: str, data: bytes) -> None:
         self._try("write", name, lambda path: self._fs.pipe_file(path, data), None)

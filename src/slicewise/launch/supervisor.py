@@ -139,26 +139,32 @@ def main(arguments: Sequence[str]) -> int:
     """Supervises the job in the folder ``arguments[0]``; the exit code of the job."""
     from rich.console import Console
 
+    console = Console(width=200)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     try:
         job = JobFolder(arguments[0])
-        spec = job.spec()
-        console = Console(width=200)
-        run = _runner(job, spec, console)
-        return supervise(job, spec, run, lambda text: console.print(text, markup=False, highlight=False)).code
+        return _supervise(job, job.spec(), console, say).code
     except Superseded as newer:
-        print(f"slicewise: {newer}; another supervisor goes on with the job.", file=sys.stderr)
+        say(f"{newer}: another supervisor goes on with the job")
         return ExitCode.DONE
     except UserError as error:
-        print(f"slicewise: {error}", file=sys.stderr)
+        say(f"slicewise: {error}")
         return error.code
 
 
-def _runner(job: JobFolder, spec: JobSpec, console: Any) -> RunAttempt:
+def _supervise(job: JobFolder, spec: JobSpec, console: Any, say: Callable[[str], None]) -> Ending:
     if spec.target == "local":
         from slicewise.launch.targets import local
 
-        return lambda claim: local.run_attempt(job, spec, claim, console)
-    raise UserError(f"{job.root}: a job on {spec.target} has no supervisor.")
+        return supervise(job, spec, lambda claim: local.run_attempt(job, spec, claim, console), say)
+    if spec.target == "queued-resource":
+        from slicewise.launch.targets.queued_resource import supervise_slices
+
+        return supervise_slices(job, spec, say)
+    raise UserError(f"{job.root}: a job on {spec.target} needs no supervisor, the platform restarts it.")
 
 
 if __name__ == "__main__":

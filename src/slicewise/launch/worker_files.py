@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Self
 
 from slicewise.errors import ExitCode, UserError
-from slicewise.launch.job_folder import JobFolder, JobSpec
+from slicewise.launch.job_folder import PIECE_BYTES, JobFolder, JobSpec
 from slicewise.launch.storage import StorageError
 
-PIECE_BYTES = 1024 * 1024  # of a log in a bucket, whose objects cannot grow: the last piece is written anew
 COPY_INTERVAL_S = 5.0  # so much of a log is lost at most with its machine
 MAX_CODE_BYTES = 256 * 1024**2  # packed
 IGNORED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "runs"}
