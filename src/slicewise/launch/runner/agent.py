@@ -261,13 +261,25 @@ class Tree:
     def finish(self, digest, entries):
         """Removes files that were shipped once and are no longer listed; what a command wrote stays."""
         for path in set(self.known) - {entry[0] for entry in entries}:
-            with contextlib.suppress(OSError):
-                os.unlink(self.inside(path))
+            self.remove(path)
             del self.known[path]
         temporary = f"{self.index_path}.{os.getpid()}"
         with open(temporary, "w") as file:
             json.dump({"digest": digest, "files": self.known}, file)
         os.replace(temporary, self.index_path)
+
+    def remove(self, path):
+        """A file, and the folders that it leaves empty; not through a link, which may lead out of the tree."""
+        folder = os.path.dirname(path)
+        if os.path.realpath(os.path.join(self.folder, folder)) != os.path.join(
+            os.path.realpath(self.folder), folder
+        ).rstrip("/"):
+            return
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(self.folder, path))
+            while folder:
+                os.rmdir(os.path.join(self.folder, folder))
+                folder = os.path.dirname(folder)
 
     def inside(self, path):
         """The place of a relative path; what stands in the way of its folders is removed."""

@@ -78,7 +78,7 @@ class Display:
 
             with Live(console=self._console, get_renderable=self._table, auto_refresh=False) as live:
                 self._loop(live)
-        except (OSError, ValueError):  # a lost terminal, a closed pipe
+        except (OSError, ValueError, SystemExit):  # a lost terminal; SystemExit is rich's for a closed pipe
             self._on_broken()
 
     def _loop(self, live: Any) -> None:

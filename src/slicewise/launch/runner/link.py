@@ -167,7 +167,8 @@ class Link(asyncssh.SSHClientSession[bytes]):
 
     def exit_status_received(self, status: int) -> None:
         if not self.up.done():
-            said = b"".join([*self.complaints, self._before])[-500:].decode("utf-8", "replace").strip()
+            words = b"".join([*self.complaints, b"\n", self._before]).decode("utf-8", "replace").split("\n")
+            said = "; ".join(line.strip() for line in words if line.strip())[-300:]
             self.up.set_exception(LinkError(f"the agent ended with code {status}: {said}", final=True))
 
     def connection_lost(self, exc: Exception | None) -> None:

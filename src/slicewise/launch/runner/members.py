@@ -173,7 +173,7 @@ def exit_code(members: Sequence[Member], asked: signal.Signals | None) -> int:
         return 128 + asked
     failed = failures(members)
     if not failed:
-        return ExitCode.DONE
+        return ExitCode.PREEMPTED if ExitCode.PREEMPTED in ended else ExitCode.DONE
     cause = failed[0]
     said = cause.error.get("code") if cause.error else None
     if isinstance(said, int) and 0 < said < 256:
