@@ -288,7 +288,7 @@ def test_unknown_fields_are_tolerated_and_force_may_be_spelled_as_in_python(clou
     assert http(cloud, "PATCH", f"{base}/nodes/pre-0?updateMask=tags", {"tags": []})[0] == 501
     assert http(cloud, "DELETE", f"{base}/queuedResources/g")[0] == 400
     status, operation = http(cloud, "DELETE", f"{base}/queuedResources/g?force=True")
-    until(lambda: http(cloud, "GET", f"/v2alpha1/{operation['name']}")[1]["done"])
+    until(lambda: http(cloud, "GET", f"/v2alpha1/{operation['name']}")[1].get("done"))
     _, operation = http(cloud, "GET", f"/v2alpha1/{operation['name']}")
     assert operation["response"]["@type"].endswith("tpu.v2alpha1.QueuedResource")
 
