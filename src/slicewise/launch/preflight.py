@@ -6,13 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import resources
 from typing import Any
 
 from slicewise.catalog import chips
 from slicewise.launch.output import LineReader
 from slicewise.launch.runner.fleet import Fleet, Start
-from slicewise.launch.runner.members import Member, State
+from slicewise.launch.runner.members import Member, State, names
 from slicewise.launch.workers import Worker
 
 MARK = "slicewise-preflight "
@@ -148,34 +149,34 @@ def _answer(member: Member, ears: _Ears, late: bool) -> Answer:
 
 
 def problems(answers: Sequence[Answer], expected: Expectations) -> list[str]:
-    """One line for each thing that is wrong at a worker: what it is, and what it should have been."""
-    found = [
-        f"{_name(a)}: preflight {a.ending}" + "".join(f"\n  {line}" for line in a.tail)
-        for a in answers
-        if a.ending
-    ]
+    """One line for each thing that is wrong, with its workers: what it is, and what it should have been."""
+    found: dict[str, list[Answer]] = {}
     for answer in answers:
-        found += [f"{_name(answer)}: {text}" for text in _own_problems(answer, expected)]
-    found += _odd(answers, "devices", lambda a: a.devices.get("count"), expected.devices)
-    kinds = chips.load(expected.chip).jax_device_kinds if expected.chip else ()
-    if expected.chip:
-        found += [
-            f"{_name(a)}: chip is {a.devices['kind']!r}, should be {expected.chip} ({' or '.join(kinds)})"
-            for a in answers
-            if a.devices.get("kind") and a.devices["kind"] not in kinds
-        ]
-    else:
-        found += _odd(answers, "chip", lambda a: a.devices.get("kind"), None)
+        for text in _own_problems(answer, expected):
+            found.setdefault(text, []).append(answer)
+    compared: list[tuple[str, Callable[[Answer], Any], Any]] = [
+        ("devices", lambda a: a.devices.get("count"), expected.devices)
+    ]
+    if expected.chip is None:
+        compared.append(("chip", lambda a: a.devices.get("kind"), None))
     for package in sorted({p for a in answers for p in a.host.get("versions", {})}):
+        compared.append((f"version of {package}", partial(_version, package), None))
+    for what, get, should in compared:
+        for answer, text in _odd(answers, what, get, should):
+            found.setdefault(text, []).append(answer)
+    return [f"{names(group)} ({group[0].worker.host}): {text}" for text, group in found.items()]
 
-        def version(answer: Answer, package: str = package) -> str | None:
-            return answer.host["versions"].get(package, "absent") if answer.host else None
 
-        found += _odd(answers, f"version of {package}", version, None)
-    return found
+def _version(package: str, answer: Answer) -> str | None:
+    return answer.host["versions"].get(package, "absent") if answer.host else None
 
 
 def _own_problems(answer: Answer, expected: Expectations) -> Iterator[str]:
+    if answer.ending:
+        yield f"preflight {answer.ending}" + "".join(f"\n  {line}" for line in answer.tail)
+    kinds = chips.load(expected.chip).jax_device_kinds if expected.chip else ()
+    if expected.chip and "kind" in answer.devices and answer.devices["kind"] not in kinds:
+        yield f"chip is {answer.devices['kind']!r}, should be {expected.chip} ({' or '.join(kinds)})"
     skew_s = abs(answer.ahead_s) - answer.round_trip_s / 2
     if skew_s > MAX_SKEW_S:
         way = "ahead of" if answer.ahead_s > 0 else "behind"
@@ -192,29 +193,25 @@ def _own_problems(answer: Answer, expected: Expectations) -> Iterator[str]:
     if problem := answer.devices.get("problem"):
         yield f"devices: {problem}"
         return
-    slices, own = answer.devices.get("slices"), answer.worker.slice_index
-    if slices != [own] and answer.devices.get("platform", "cpu") != "cpu":  # CPU devices do not know their slice
+    slices, own = answer.devices.get("slices", []), answer.worker.slice_index
+    if slices not in ([], [own]) and answer.devices.get("platform") != "cpu":  # which does not know its slice
         yield f"its devices are of slice {', '.join(map(str, slices))}, should be of slice {own}"
 
 
-def _odd(answers: Sequence[Answer], what: str, get: Callable[[Answer], Any], should: Any) -> list[str]:
+def _odd(
+    answers: Sequence[Answer], what: str, get: Callable[[Answer], Any], should: Any
+) -> Iterator[tuple[Answer, str]]:
     """Workers whose value is not ``should``, or where that is None, not that of most workers."""
     values = [(answer, get(answer)) for answer in answers if get(answer) is not None]
     if not values:
-        return []
+        return
     because = ""
     if should is None:  # of two equally frequent ones that of the earlier worker
         should, count = Counter(value for _, value in values).most_common(1)[0]
         because = f", as on {count} of {len(values)} workers"
-    return [
-        f"{_name(a)}: {what} is {value}, should be {should}{because}"
-        for a, value in values
-        if value != should
-    ]
-
-
-def _name(answer: Answer) -> str:
-    return f"{answer.worker.name} ({answer.worker.host})"
+    for answer, value in values:
+        if value != should:
+            yield answer, f"{what} is {value}, should be {should}{because}"
 
 
 def _summary(answers: Sequence[Answer]) -> Iterator[str]:

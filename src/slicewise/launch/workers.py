@@ -173,7 +173,8 @@ def _first_problem(error: ValidationError) -> str:
     problem: Mapping[str, Any] = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     place = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        known = {1: _Inventory, 3: _Slice}.get(len(problem["loc"]), _Host).model_fields
+        tables: dict[int, type[_Strict]] = {1: _Inventory, 3: _Slice}
+        known = tables.get(len(problem["loc"]), _Host).model_fields
         near = did_you_mean(str(problem["loc"][-1]), known)
         return f"unknown key {place}.{near} Known here: {', '.join(known)}."
     if problem["type"] == "missing":

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from slicewise.errors import ExitCode
 from slicewise.launch.output import LineReader
@@ -134,8 +134,13 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def names(members: Iterable[Member]) -> str:
-    """``"slice 0 workers 0-3 and 7, slice 1 worker 2"``."""
+class Placed(Protocol):
+    @property
+    def worker(self) -> Worker: ...
+
+
+def names(members: Iterable[Placed]) -> str:
+    """``"slice 0 workers 0-3, 7, slice 1 worker 2"``."""
     places: dict[int, list[int]] = {}
     for member in members:
         places.setdefault(member.worker.slice_index, []).append(member.worker.worker_index)
