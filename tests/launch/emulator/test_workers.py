@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -348,6 +349,7 @@ def test_the_metadata_server_answers_as_googles_does(make):
         refused.value.close()
 
 
+@pytest.mark.skipif(shutil.which("scp") is None, reason="needs OpenSSH's client")
 def test_files_are_copied_by_scp_and_sftp(make, tmp_path):
     from slicewise.launch.queued_resources.ssh import scp_command
 
