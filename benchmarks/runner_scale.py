@@ -6,7 +6,8 @@ Every worker is an SSH server on a port and a home of its own, its agent a proce
 ends once it runs on every worker. Targets on two cores: 256 workers connected, shipped to and commanded in under
 10 s; 1,000 in under 60 s; less than 1 GB of memory for the runner. What the servers and agents take from the same
 cores is part of the times. "started" is from the order to start until the command ran on the last worker, "a worker"
-the share of one in "all", and "everything" the memory of runner, servers, agents and commands.
+the share of one in "all", and "everything" the memory of runner, servers, agents and commands;
+"CPU" is processor time a worker, of the runner and of everything else.
 """
 
 import argparse
@@ -32,7 +33,18 @@ PER_SLICE = 4
 # one shell a worker: it adds its mark, then polls gently, for the barrier must not take the cores from the others
 BARRIER = "touch $B/$SLICEWISE_PROCESS_ID; while [ ! -e $B/all ]; do sleep 1; done"
 TIMING = Timing(heartbeat_s=10.0, silence_s=120.0, connect_s=300.0)
-HEAD = ("workers", "connected", "shipped", "started", "all", "a worker", "runner", "everything")
+HEAD = (
+    "workers",
+    "connected",
+    "shipped",
+    "started",
+    "all",
+    "a worker",
+    "runner",
+    "everything",
+    "CPU here",
+    "CPU there",
+)
 TOOK = r" in (?:(\d+) min )?([0-9.]+) s"
 
 
@@ -101,7 +113,8 @@ def _measured(workers: int, folder: Path, server: int) -> str:
     cells = (
         f"{workers:,}", f"{connected_s:.1f} s", f"{shipped_s:.1f} s", f"{all_s - connected_s - shipped_s:.1f} s",
         f"{all_s:.1f} s", f"{1e3 * all_s / workers:.1f} ms", f"{used.ru_maxrss / 1024:.0f} MB",
-        f"{memory / 2**20:.0f} MB",
+        f"{memory / 2**20:.0f} MB", f"{1e3 * (used.ru_utime + used.ru_stime) / workers:.1f} ms",
+        f"{1e3 * cpu_s(server) / workers:.1f} ms",
     )  # fmt: skip
     return "".join(f"{cell:>12s}" for cell in cells)
 
@@ -126,6 +139,12 @@ def below(pid: int) -> list[int]:
     from slicewise.launch.runner.agent import processes_below
 
     return processes_below(pid)
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds of a process and of its children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def proportional_bytes(pid: int) -> int:

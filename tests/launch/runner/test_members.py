@@ -38,7 +38,7 @@ def test_the_quickest_exchange_tells_the_clock_to_half_its_length(ahead, delays)
     [
         ([member(0), member(1)], None, 0),
         ([member(0), member(1, State.FAILED, 5)], None, 5),
-        ([member(0, State.LOST, None, None, lost_s=1.0), member(1, State.FAILED, 5, 2.0)], None, 1),
+        ([member(0, State.LOST, None, None, lost_s=1.0), member(1, State.FAILED, 5, 2.0)], None, 69),
         ([member(0, State.FAILED, 134, 1.0, error={"code": 75}, error_there_s=0.5)], None, 75),
         ([member(0, State.FAILED, 134, 1.0, error={"code": "x"}, error_there_s=0.5)], None, 134),
         ([member(0), member(1, State.STOPPED, 143)], signal.SIGINT, 130),

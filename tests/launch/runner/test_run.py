@@ -227,7 +227,7 @@ def test_a_dropped_link_ends_the_worker_there_and_names_it_here_and_runs_nothing
     gone(target, target.pids())
     for pid in served if number == signal.SIGSTOP else ():
         os.kill(pid, signal.SIGKILL)
-    assert code == ExitCode.INTERNAL
+    assert code == ExitCode.UNAVAILABLE
     assert "first failure: slice 1 worker 0 (127.0.0.1) was lost: " in text
     assert "stopped as a consequence: slice 0 workers 0, 1, slice 1 worker 1" in text
     counts = list(target.folder.glob("home*/.slicewise/trees/*/count"))
@@ -269,7 +269,7 @@ def test_workers_that_cannot_be_reached_are_named_and_nothing_starts(target, tmp
     with pytest.raises(UserError) as caught:
         target.run(*shell("touch pid1"), target=str(inventory), timing={"connect_s": 1})
     assert "slice 2 workers 0, 1 (127.0.0.1) cannot be reached" in str(caught.value)
-    assert caught.value.code == ExitCode.INTERNAL
+    assert caught.value.code == ExitCode.UNAVAILABLE
     assert not list(target.folder.glob("home*/.slicewise/trees/*/pid1"))
 
 
@@ -277,8 +277,9 @@ def test_a_refused_login_says_who_and_is_not_tried_for_long(target, tmp_path):
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "stranger"], check=True)
     text = target.inventory.read_text().replace(f"{target.folder}/key", f"{tmp_path}/stranger")
     (tmp_path / "stranger.toml").write_text(text)
-    with pytest.raises(UserError, match="refused to log in user"):
+    with pytest.raises(UserError, match="refused to log in user") as caught:
         target.run("true", target=str(tmp_path / "stranger.toml"))
+    assert caught.value.code == ExitCode.DENIED
 
 
 def test_a_login_shell_that_prints_and_one_without_python_are_handled(target):

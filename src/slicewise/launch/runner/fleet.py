@@ -11,7 +11,7 @@ from slicewise.errors import ExitCode, UserError
 from slicewise.launch.environment import STALE
 from slicewise.launch.runner import link as links
 from slicewise.launch.runner.agent import STAMP
-from slicewise.launch.runner.link import HostKeys, Identities, LinkError
+from slicewise.launch.runner.link import DENIED, HostKeys, Identities, LinkError
 from slicewise.launch.runner.members import NOT_EXECUTABLE, NOT_FOUND, Member, State, names
 from slicewise.launch.runner.tree import Tree
 from slicewise.launch.workers import Worker
@@ -91,7 +91,9 @@ class Fleet:
         """Raises UserError, with every worker that cannot be reached and why; nothing has been started then."""
         gate = asyncio.Semaphore(HANDSHAKES)
         problems = await asyncio.gather(*(self._connect(member, gate) for member in self.members))
-        self._raise_if(zip(self.members, problems, strict=True), "cannot be reached")
+        denied = any(problem and problem.startswith(DENIED) for problem in problems)
+        code = ExitCode.DENIED if denied else ExitCode.UNAVAILABLE
+        self._raise_if(zip(self.members, problems, strict=True), "cannot be reached", code)
 
     async def _connect(self, member: Member, gate: asyncio.Semaphore) -> str | None:
         deadline_s = None
@@ -138,7 +140,7 @@ class Fleet:
         finally:
             member.reply = None
 
-    def _raise_if(self, problems: Iterable[tuple[Member, str | None]], what: str) -> None:
+    def _raise_if(self, problems: Iterable[tuple[Member, str | None]], what: str, code: ExitCode) -> None:
         groups: dict[str, list[Member]] = {}
         for member, problem in problems:
             if problem:
@@ -147,7 +149,7 @@ class Fleet:
             lines = [
                 f"{names(group)} ({group[0].worker.host}) {what}: {why}." for why, group in groups.items()
             ]
-            raise UserError("\n".join([*lines[:8], "Nothing was started."]), code=ExitCode.INTERNAL)
+            raise UserError("\n".join([*lines[:8], "Nothing was started."]), code=code)
 
     # ---------------------------------------------------------------- files
 
@@ -166,6 +168,7 @@ class Fleet:
         self._raise_if(
             zip(first.values(), (s if isinstance(s, str) else None for s in sent), strict=True),
             "cannot take the working tree",
+            ExitCode.INTERNAL,
         )
         counts = [s for s in sent if not isinstance(s, str)]
         return len(first), sum(files for files, _ in counts), sum(size for _, size in counts)

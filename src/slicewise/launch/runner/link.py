@@ -18,6 +18,7 @@ from slicewise.launch.workers import Worker
 
 CONNECT_TIMEOUT_S = 20.0  # of one try
 AGENT_TIMEOUT_S = 60.0  # from the connection to the agent's first word: a login shell may read slow files
+DENIED = "refused to log in user"  # how such a reason begins
 _PROGRAM = re.compile(r"[A-Za-z0-9_./~+-]+")
 # Reads the agent from standard input, so that it need not be on the worker and nothing of it shows in ps.
 _BOOT = (
@@ -239,7 +240,7 @@ async def open_link(
         link.abort()
         raise
     except asyncssh.PermissionDenied as error:
-        raise LinkError(f"refused to log in user {worker.user}: {error.reason}", final=True) from error
+        raise LinkError(f"{DENIED} {worker.user}: {error.reason}", final=True) from error
     except asyncssh.HostKeyNotVerifiable as error:
         raise LinkError(client.refused or str(error), final=True) from error
     except (asyncssh.ConfigParseError, asyncssh.KeyImportError) as error:

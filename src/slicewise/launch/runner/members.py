@@ -170,7 +170,7 @@ def failures(members: Iterable[Member]) -> list[Member]:
 
 
 def exit_code(members: Sequence[Member], asked: signal.Signals | None) -> int:
-    """Of the whole run: the first failing worker's; INTERNAL for a lost one; 128 + n when asked to stop."""
+    """Of the whole run: the first failing worker's; UNAVAILABLE for a lost one; 128 + n when asked to stop."""
     ended = {member.code for member in members if member.state in (State.DONE, State.FAILED)}
     if asked and (
         ended - {ExitCode.DONE, ExitCode.PREEMPTED} or any(m.state == State.STOPPED for m in members)
@@ -183,7 +183,9 @@ def exit_code(members: Sequence[Member], asked: signal.Signals | None) -> int:
     said = cause.error.get("code") if cause.error else None
     if isinstance(said, int) and 0 < said < 256:
         return said
-    return ExitCode.INTERNAL if cause.state == State.LOST or cause.stopped or not cause.code else cause.code
+    if cause.state == State.LOST:
+        return ExitCode.UNAVAILABLE
+    return ExitCode.INTERNAL if cause.stopped or not cause.code else cause.code
 
 
 def verdict(members: Sequence[Member]) -> list[str]:
