@@ -204,6 +204,18 @@ def test_maintenance_is_announced_to_those_who_look(alpha, cloud):
     alpha.delete(name)
 
 
+def test_maintenance_can_be_simulated_through_the_api(alpha, cloud, until):
+    name = alpha.active(2)
+    node = alpha.nodes(name)[0]
+    alpha.api.simulate_maintenance_event(request={"name": node.name})
+    assert {n.state.name for n in alpha.nodes(name)} & {"CREATING", "RESTARTING", "REPAIRING"}
+    until(lambda: {n.state.name for n in alpha.nodes(name)} == {"READY"})
+    status, operation = http(cloud, "POST", f"/v2alpha1/{node.name}:simulateMaintenanceEvent", {})
+    assert (status, operation["metadata"]["verb"]) == (200, "simulateMaintenanceEvent")
+    assert http(cloud, "POST", f"/v2/{node.name}:simulateMaintenanceEvent", {})[0] == 501
+    alpha.delete(name)
+
+
 def test_deletion_of_a_node_and_methods_that_the_emulator_lacks(client):
     name = client.active(2)
     client.api.delete_node(name=client.nodes(name)[0].name).result(timeout=20)

@@ -51,4 +51,6 @@ def test_create_list_describe_reset_delete(gcloud, alpha):
     assert {"gc-0", "gc-1"} <= set(nodes)
     gcloud(f"{v2alpha1} reset gc")
     gcloud(f"{v2} delete gc --force --quiet")
-    assert name not in [q.name for q in alpha.api.list_queued_resources(parent="projects/emulated/locations/local-a")]
+    assert name not in [
+        q.name for q in alpha.api.list_queued_resources(parent="projects/emulated/locations/local-a")
+    ]

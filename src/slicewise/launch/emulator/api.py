@@ -5,7 +5,7 @@ Each function of `METHODS` takes a request message and gives a response message;
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from google.longrunning import operations_pb2
@@ -18,6 +18,7 @@ from slicewise.launch.emulator.machine import Machine
 from slicewise.launch.emulator.records import (
     NEVER,
     Code,
+    LossKind,
     Node,
     NodeSpec,
     NodeState,
@@ -54,7 +55,7 @@ class Api:
         self.version, self._machine, self._host_key = version, machine, host_key
         self.types = message_types(version)
         self.multi = "multi_node_params" if version == "v2alpha1" else "multislice_params"
-        self.methods: Mapping[str, Callable[[Any], Any]] = {
+        self.methods: dict[str, Callable[[Any], Any]] = {
             "CreateQueuedResource": self.create,
             "GetQueuedResource": lambda request: self.queued_resource(self._machine.find(request.name)),
             "ListQueuedResources": self.list,
@@ -66,6 +67,8 @@ class Api:
             "UpdateNode": self.update_node,
             "GetGuestAttributes": self.guest_attributes,
         }
+        if version == "v2alpha1":
+            self.methods |= {"SimulateMaintenanceEvent": self.simulate_maintenance}
 
     # ------------------------------------------------------------ queued resources
 
@@ -192,7 +195,7 @@ class Api:
         for endpoint in node.endpoints:
             made = message.network_endpoints.add(ip_address=endpoint.host, port=endpoint.port)
             made.access_config.external_ip = endpoint.host
-        if self.version == "v2alpha1" and node.loss:
+        if self.version == "v2alpha1" and node.loss and node.loss.kind == LossKind.MAINTENANCE:
             message.upcoming_maintenance.can_reschedule = False
             start = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(node.loss.at_s))
             message.upcoming_maintenance.window_start_time = start
@@ -205,6 +208,10 @@ class Api:
                 Code.UNIMPLEMENTED, "The emulator updates only a node's metadata (updateMask=metadata)."
             )
         return self.operation(self._machine.update_metadata(message.node.name, dict(message.node.metadata)))
+
+    def simulate_maintenance(self, message: Any) -> operations_pb2.Operation:
+        self._machine.lose(message.name, LossKind.MAINTENANCE)
+        return self.operation(self._machine.operation("simulateMaintenanceEvent", message.name))
 
     def guest_attributes(self, message: Any) -> Any:
         """What a worker publishes of itself: its SSH host key and its name."""

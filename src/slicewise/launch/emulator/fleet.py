@@ -180,7 +180,6 @@ class Fleet:
             "GCE_METADATA_HOST": f"{HOST}:{metadata_port}",
             "TPU_ACCELERATOR_TYPE": str(body.get("acceleratorType", "")),
             "TPU_WORKER_ID": str(index),
-            "TPU_WORKER_HOSTNAMES": ",".join([HOST] * node.spec.workers),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": xla_flags("", devices),
             "NPROC": str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * devices)),

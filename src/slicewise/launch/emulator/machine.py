@@ -6,7 +6,7 @@ it waits for, and the chips in use never exceed the capacity.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slicewise.launch.emulator.records import (
     NEVER,
@@ -46,6 +46,7 @@ class Machine:
     noticed: set[str] = field(default_factory=set)
     _holds: list[tuple[str, int, float]] = field(default_factory=list)  # (family, chips, until)
     _requests: dict[str, str] = field(default_factory=dict)  # request id -> operation
+    _pending: list[Operation] = field(default_factory=list)
     _numbers: int = 0
 
     # ------------------------------------------------------------ requests
@@ -69,7 +70,7 @@ class Machine:
         self._check_quota(parent, request)
         qr = QueuedResource(name, request, self._number(), self.now_s, self.now_s)
         self.queue[name] = qr
-        operation = self._operation("create", name)
+        operation = self.operation("create", name)
         if request_id:
             self._requests[key] = operation.name
         self.advance(self.now_s)
@@ -103,7 +104,7 @@ class Machine:
             for node in qr.nodes:
                 self._halt(node, NodeState.DELETING)
             self._enter(qr, State.DELETING, Initiator.USER)
-        operation = self._operation("delete", name)
+        operation = self.operation("delete", name)
         self.advance(self.now_s)
         return operation
 
@@ -117,7 +118,7 @@ class Machine:
             )
         qr.repairing = True
         self._restart(qr)
-        operation = self._operation("reset", name)
+        operation = self.operation("reset", name)
         self.advance(self.now_s)
         return operation
 
@@ -132,13 +133,13 @@ class Machine:
             )
         self._remove(qr, node)
         self._suspend(qr, Initiator.USER)
-        operation = self._operation("delete", name)
+        operation = self.operation("delete", name)
         self.advance(self.now_s)
         return operation
 
     def update_metadata(self, name: str, metadata: dict[str, str]) -> Operation:
         self.find_node(name).metadata = dict(metadata)
-        operation = self._operation("update", name)
+        operation = self.operation("update", name)
         self.advance(self.now_s)
         return operation
 
@@ -179,9 +180,7 @@ class Machine:
 
     def set_capacity(self, family: str, chips: int) -> None:
         """More or fewer chips; fewer than are in use take effect as slices are given back."""
-        self.settings = Settings(
-            **{**vars(self.settings), "capacity": {**self.settings.capacity, family: chips}}
-        )
+        self.settings = replace(self.settings, capacity={**self.settings.capacity, family: chips})
         self.advance(self.now_s)
 
     # ------------------------------------------------------------ time
@@ -201,9 +200,9 @@ class Machine:
             changed = [self._step(qr) for qr in list(self.queue.values())]
             if not self._grant() and not any(changed):
                 break
-        for operation in self.operations.values():
-            if operation.done_s is None and self._is_done(operation):
-                operation.done_s = self.now_s
+        for operation in [o for o in self._pending if self._is_done(o)]:
+            operation.done_s = self.now_s
+            self._pending.remove(operation)
 
     def due_s(self) -> float:
         """When `advance` has something to do next, as far as only time is missing; NEVER if nothing."""
@@ -422,10 +421,12 @@ class Machine:
             raise Refused(Code.NOT_FOUND, f"Resource '{name}' was not found")
         return self.operations[name]
 
-    def _operation(self, verb: str, target: str) -> Operation:
+    def operation(self, verb: str, target: str) -> Operation:
+        """A new one, done when what it does is."""
         parent = target.rsplit("/", 2)[0]
         operation = Operation(f"{parent}/operations/operation-{self._number()}", verb, target, self.now_s)
         self.operations[operation.name] = operation
+        self._pending.append(operation)
         return operation
 
     def _number(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 MARK = "SLICEWISE_VM"
-SCANS = 5  # a process may fork while others are being killed
+SCANS = 20  # a process may fork while others are being killed
 _PROC = Path("/proc")
 _VALUE = re.compile(rb"(?:^|\0)%s=([^\0]*)" % MARK.encode())
 
@@ -52,14 +52,16 @@ def marked(prefixes: Collection[str]) -> list[int]:
 
 
 def send(prefixes: Collection[str], number: signal.Signals) -> None:
-    """A signal to every process of these marks. SIGKILL is repeated until none is left."""
+    """A signal to every process of these marks. For SIGKILL it looks again until it finds none that is new."""
+    sent: set[int] = set()
     for _ in range(SCANS if number == signal.SIGKILL else 1):
-        pids = marked(prefixes)
-        for pid in pids:
+        found = set(marked(prefixes)) - sent
+        for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
-        if not pids:
+        if not found:
             break
+        sent |= found
 
 
 class Guardian:

@@ -118,7 +118,6 @@ class Settings:
     quota: Mapping[str, int] = field(default_factory=dict)  # of one project in one zone
     reservations: frozenset[str] = frozenset()  # their last name parts; empty = every reservation exists
     step_s: float = 0.05  # what each transition takes
-    autocheckpoint_s: float = 300.0  # that a process with autocheckpoint has between SIGTERM and maintenance
     repair_state: State = State.ACTIVE
     suspend_multislice: bool = False  # whether the preemption of one of several slices suspends all
 

@@ -34,6 +34,7 @@ ROUTES: Mapping[tuple[str, str, str, bool], tuple[str, str]] = {
     ("DELETE", "nodes", "", True): ("DeleteNode", ""),
     ("PATCH", "nodes", "", True): ("UpdateNode", "node"),
     ("POST", "nodes", "getGuestAttributes", True): ("GetGuestAttributes", "*"),
+    ("POST", "nodes", "simulateMaintenanceEvent", True): ("SimulateMaintenanceEvent", "*"),
 }
 
 
@@ -104,12 +105,15 @@ async def _call(request: web.Request) -> web.Response:
     if method == "UpdateNode":
         fields["node"]["name"] = name
     types = message_types(version)
+    service = request.app[SERVICE]
+    if method not in service.apis[version].methods:
+        raise Refused(Code.UNIMPLEMENTED, f"{version} has no method {method}.")
     message = getattr(types, f"{method}Request")()
     try:
         json_format.ParseDict(fields, message, ignore_unknown_fields=True)
     except json_format.ParseError as error:
         raise Refused(Code.INVALID_ARGUMENT, f"Invalid JSON payload: {error}") from error
-    return _answer(request, request.app[SERVICE].call(version, method, message))
+    return _answer(request, service.call(version, method, message))
 
 
 def _fields(request: web.Request, method: str, parent: str, name: str) -> dict[str, Any]:

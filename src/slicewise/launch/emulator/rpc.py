@@ -25,6 +25,7 @@ RESPONSES = {
     "DeleteNode": "Operation",
     "UpdateNode": "Operation",
     "GetGuestAttributes": "GetGuestAttributesResponse",
+    "SimulateMaintenanceEvent": "Operation",
 }
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -50,6 +51,8 @@ def _handlers(service: Service, version: str) -> Mapping[str, Any]:
     types = message_types(version)
     handlers = {}
     for method, response in RESPONSES.items():
+        if method not in service.apis[version].methods:
+            continue
         answer = operations_pb2.Operation if response == "Operation" else getattr(types, response)
         request = getattr(types, f"{method}Request")
         handlers[method] = _handler(_caller(service, version, method), request, answer)
