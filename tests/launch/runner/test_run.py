@@ -307,6 +307,37 @@ def test_secrets_are_on_no_command_line(target, monkeypatch):
         assert path.is_symlink() or path.stat().st_mode & 0o077 == 0
 
 
+def test_an_agent_that_is_killed_is_a_lost_worker_and_leaves_nothing(target):
+    kill = "for p in $(cat /proc/$PPID/status | awk '/^PPid/ {print $2}'); do kill -KILL $p; done"
+    code, text = target.run(*shell(f"echo $$ > pid1; [ {RANK} = 1 ] && {kill}; sleep 60"))
+    assert code == ExitCode.UNAVAILABLE
+    assert "slice 0 worker 1 (127.0.0.1) was lost: the agent was killed by SIGKILL" in text
+    gone(target, target.pids())
+
+
+def test_ctrl_c_before_anything_runs_ends_at_once(target, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        inventory = tmp_path / "silent.toml"
+        inventory.write_text(f'[[slices]]\nhosts = ["127.0.0.1:{silent.getsockname()[1]}"]\n')
+        target = type(target)(tmp_path, target.tree, [])
+        inventory.rename(target.inventory)
+        with target.popen("true") as process:
+            silent.accept()[0].close()
+            process.send_signal(signal.SIGINT)
+            out = process.communicate(timeout=10)[0]
+    assert process.returncode == 130, out
+    assert "Traceback" not in out
+
+
+def test_folders_of_one_name_do_not_share_a_tree(target, tmp_path):
+    target.run("true")
+    other = tmp_path / "elsewhere" / target.tree.name
+    other.mkdir(parents=True)
+    target.run("true", tree=other)
+    assert len(list(target.folder.glob("home0/.slicewise/trees/*/program.py"))) == 1
+    assert len(list(target.folder.glob("home0/.slicewise/trees/*/"))) == 2
+
+
 def test_nothing_is_shipped_when_asked_not_to(target):
     code, text = target.run(*shell('[ "$PWD" = "$HOME" ] && ls'), tree=None)
     assert code == 0

@@ -76,16 +76,20 @@ class Course:
         if self._told_s is not None and member.state == State.FAILED and member.first_sign_s >= self._told_s:
             # what ends at our word is not to blame, and one that saved its state did what it was asked to
             member.state = State.DONE if member.code == ExitCode.PREEMPTED else State.STOPPED
-        elif member.state in (State.FAILED, State.LOST) and not member.error:
-            member.stopped = self._told_s is not None
-            self._failing(member, f"{member.name} {member.ending}")
+        elif member.state in (State.FAILED, State.LOST):
+            ended_s = (member.ended_there_s or 0.0) - member.clock.ahead_s
+            member.stopped = self._told_s is not None and ended_s >= self._told_s
+            if not member.error:
+                self._failing(member, f"{member.name} {member.ending}")
         self._changed.set()
 
     def _failing(self, member: Member, line: str) -> None:
         if len(failures(self._fleet.members)) <= 1 or member.index == 0:
             self._display.say(line)
         if self._deadline_s is None:
-            self._deadline_s = time.monotonic() + self._fleet.timing.failure_grace_s
+            timing = self._fleet.timing  # the others take part in saving what a preempted one saved
+            grace_s = timing.stop_grace_s if member.code == ExitCode.PREEMPTED else timing.failure_grace_s
+            self._deadline_s = time.monotonic() + grace_s
             self._changed.set()
 
     # ---------------------------------------------------------------- policy

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-QUEUED = 2_000  # batches of lines; what comes while the terminal is that far behind is in the logs only
+QUEUED = 500  # batches of lines; what comes while the terminal is that far behind is in the logs only
 REFRESH_S = 0.25
 CLOSE_S = 3.0
 MAX_ROWS = 16  # workers get a row each up to here, slices beyond

@@ -16,7 +16,7 @@ from slicewise.launch.runner.members import NOT_EXECUTABLE, NOT_FOUND, Member, S
 from slicewise.launch.runner.tree import Tree
 from slicewise.launch.workers import Worker
 
-HANDSHAKES = 32  # at once: each takes milliseconds of processor time, and servers cap what is unauthenticated
+HANDSHAKES = 128  # at once: each takes milliseconds of processor time, and must not time out behind the others
 SHIPMENTS = 16  # at once: each holds a few megabytes
 CONNECT_S = 60.0  # for all tries to reach one worker
 RETRY_S = 1.0
@@ -130,6 +130,8 @@ class Fleet:
     async def _ask(self, member: Member, kind: bytes, payload: Any) -> Any:
         """The next answer of an agent. Raises LinkError."""
         assert member.link is not None
+        if member.link.closed:
+            raise LinkError(member.problem or "the connection was closed")
         member.reply = asyncio.get_running_loop().create_future()
         member.link.send(kind, payload)
         try:
@@ -203,7 +205,19 @@ class Fleet:
     # ---------------------------------------------------------------- a command
 
     def start(self, start: Start, listener: Listener) -> None:
-        """On all workers at once: one frame each, which nothing waits for and nothing sends again."""
+        """On all workers at once: one frame each, which nothing waits for and nothing sends again.
+
+        Raises UserError, and starts nothing, when a worker has been lost since it was connected.
+        """
+        self._raise_if(
+            (
+                (m, m.problem or "the connection was closed")
+                for m in self.members
+                if m.link is None or m.link.closed
+            ),
+            "was lost",
+            ExitCode.UNAVAILABLE,
+        )
         self.listener = listener
         for member in self.members:
             assert member.link is not None

@@ -89,7 +89,8 @@ class HostKeys:
             return f"showed host key {shown}, another one than before in this run"
         if self._record is not None:
             with self._record.open("a") as file:
-                file.write(f"[{host}]:{port} {data.decode().rsplit(' ', 1)[0].strip()}\n")
+                name = host if port == 22 else f"[{host}]:{port}"
+                file.write(f"{name} {' '.join(data.decode().split()[:2])}\n")
         return None
 
 
@@ -137,6 +138,7 @@ class Link(asyncssh.SSHClientSession[bytes]):
         self._may_write.set()
         self.up = asyncio.get_running_loop().create_future()
         self.closed = False
+        self._ended = "the connection was closed"
 
     def attach(self, connection: asyncssh.SSHClientConnection) -> None:
         self._connection = connection
@@ -171,10 +173,14 @@ class Link(asyncssh.SSHClientSession[bytes]):
             words = b"".join([*self.complaints, b"\n", self._before]).decode("utf-8", "replace").split("\n")
             said = "; ".join(line.strip() for line in words if line.strip())[-300:]
             self.up.set_exception(LinkError(f"the agent ended with code {status}: {said}", final=True))
+        self._ended = f"the agent ended with code {status}"
+
+    def exit_signal_received(self, signal: str, core_dumped: bool, msg: str, lang: str) -> None:
+        self._ended = f"the agent was killed by SIG{signal}"
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._may_write.set()
-        reason = str(exc) if exc else "the connection was closed"
+        reason = str(exc) if exc else self._ended
         if not self.up.done():
             self.up.set_exception(LinkError(reason))
         if not self.closed:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import re
 import resource
@@ -80,14 +81,20 @@ def run(options: Options, console: "Console") -> int:
     workers = workers_of(options.target)
     shown = parse_show(options.show, workers)
     tree = read_tree(options.tree) if options.tree else None
-    name = options.name or (re.sub(r"[^A-Za-z0-9_.-]|^[.-]", "_", tree.folder.name)[:64] if tree else "home")
-    if not _NAME.fullmatch(name or "_"):
+    name = options.name or (_default_name(tree.folder) if tree else "home")
+    if not _NAME.fullmatch(name):
         raise UserError(f"--name {name!r}: expected letters, digits, '.', '_' and '-', such as my-run.")
     _allow_files(len(workers))
     run_id = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(3)
     folder = _log_folder(options.logs, run_id)
-    session = _Session(options, workers, shown, tree, name or "_", run_id, folder, console)
+    session = _Session(options, workers, shown, tree, name, run_id, folder, console)
     return asyncio.run(session.run())
+
+
+def _default_name(folder: Path) -> str:
+    """Its name, and what tells it from another folder of that name: one must not remove the files of the other."""
+    path = f"{os.uname().nodename}:{folder}"
+    return f"{re.sub('[^A-Za-z0-9_]', '_', folder.name)[:40]}-{hashlib.sha256(path.encode()).hexdigest()[:6]}"
 
 
 def _allow_files(workers: int) -> None:
