@@ -235,11 +235,11 @@ def status(record: Record) -> Status:
     job = record.folder
     result, claim = job.result(record.submission), job.current()
     claim = claim if claim and claim.submission == record.submission else None
+    slices = _platform_state(record)
     if result is None and record.target in UNSUPERVISED:
-        result = _ended_by_platform(record, _platform_state(record))
+        result = _ended_by_platform(record, job, slices)
     progress = (job.progress(claim.attempt) if claim else None) or {}
     last = job.attempt_ending(claim.attempt) if claim else None
-    slices = _platform_state(record)
     age_s = time.time() - progress["time"] if "time" in progress else None
     return Status(
         record,
@@ -265,9 +265,11 @@ def status_or_reason(record: Record) -> Status:
         return Status(record, "unknown", 0, 0, 0, None, None, None, None, None, str(error), "")
 
 
-def _ended_by_platform(record: Record, state: str) -> Ending | None:
+def _ended_by_platform(record: Record, job: JobFolder, state: str) -> Ending | None:
     if not state.startswith(("failed", "gone")):
         return None
+    if job.is_cancelled(record.submission):
+        return Ending(Fault.CANCELLED, 128 + signal.SIGTERM, "cancelled", 0, record.submission)
     why = f"{record.target}: {state}; see its events and the log of the last attempt"
     return Ending(Fault.FAILURE, ExitCode.INTERNAL, why, 0, record.submission)
 

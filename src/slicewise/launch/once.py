@@ -4,7 +4,7 @@ import contextlib
 import time
 
 from slicewise.errors import ExitCode, UserError
-from slicewise.launch.attempt import FAILURE_GRACE_S
+from slicewise.launch.attempt import DONE_GRACE_S, FAILURE_GRACE_S
 from slicewise.launch.job_folder import (
     Claim,
     Ending,
@@ -48,9 +48,9 @@ def run_once(job: JobFolder, spec: JobSpec, place: Place, generation: int, coord
     with contextlib.suppress(StorageError):
         job.report(claim, Report(name, "ended", TOKEN), vars(report))
     code = ended.code if ended.code in _OWN else _cause(job, claim, ended.code)
-    if name == spec.place(0):
+    if name == spec.place(0) and spec.target != "slurm":  # whose batch script concludes
         with contextlib.suppress(StorageError):
-            _note_end(job, spec, claim, code, ended.message)
+            _note_end(job, spec, claim, code)
     return code
 
 
@@ -130,12 +130,17 @@ def _cause(job: JobFolder, claim: Claim, code: int) -> int:
         time.sleep(poll_interval_s(job))
 
 
-def _note_end(job: JobFolder, spec: JobSpec, claim: Claim, code: int, why: str) -> None:
+def _note_end(job: JobFolder, spec: JobSpec, claim: Claim, code: int) -> None:
     """Whether the job ends with this attempt is the platform's to decide, but for these."""
-    cancelled = job.is_cancelled(spec.submission) and code != ExitCode.DONE
-    verdict = judge(_ends(job, claim), [])
+    end_s = time.monotonic() + (DONE_GRACE_S if code == ExitCode.DONE else 0.0)
+    while len(ended := _ends(job, claim)) < spec.workers and time.monotonic() < end_s:
+        time.sleep(poll_interval_s(job))
+    if code == ExitCode.DONE and len(ended) < spec.workers:
+        return
+    verdict = judge(ended, [])
+    cancelled = job.is_cancelled(spec.submission) and verdict.fault != Fault.NONE
     fault = Fault.CANCELLED if cancelled else verdict.fault
-    ending = Ending(fault, code, verdict.why or why, claim.attempt, claim.submission)
+    ending = Ending(fault, verdict.code, verdict.why, claim.attempt, claim.submission)
     job.end_attempt(ending)
     if fault in (Fault.NONE, Fault.USER, Fault.CANCELLED):
         job.finish(ending)

@@ -71,7 +71,7 @@ def script(spec: JobSpec, root: str, allocation: Allocation, log: str) -> str:
     lines += [
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "# names of nodes need not resolve, so their addresses are taken",
-        "address=$(scontrol getaddrs \"$first\" 2>/dev/null | sed -n 's/^[^ ]*: \\(.*\\):[0-9]*$/\\1/p')",
+        "address=$(scontrol show node --oneliner \"$first\" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')",
         f'export SLICEWISE_COORDINATOR="${{address:-$first}}:$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"',
         "for try in $(seq 0 999); do",
         "  export SLICEWISE_RESTART=$((${SLURM_RESTART_COUNT:-0} * 1000 + try))",
