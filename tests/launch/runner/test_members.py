@@ -75,5 +75,16 @@ def test_consequences_of_one_kind_share_a_line_and_the_cause_is_last():
     assert verdict([member(0)]) == []
 
 
+def test_one_that_said_why_is_not_followed_by_its_log():
+    cause = member(
+        0, State.FAILED, 2, error={"code": 2, "message": "steps must be positive"}, error_there_s=0.0
+    )
+    cause.output.feed(b"chatter\n")
+    assert (
+        verdict([cause])[-1]
+        == "first failure: slice 0 worker 0 (h0) exited with code 2: steps must be positive"
+    )
+
+
 def test_one_that_printed_nothing_says_so():
     assert verdict([member(0, State.FAILED, 3, log_path="a.log")])[-1] == "it printed nothing (a.log)"

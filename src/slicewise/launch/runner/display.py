@@ -14,7 +14,7 @@ from slicewise.launch.runner.members import Member, State, elapsed
 from slicewise.train.progress import ProgressDisplay, metrics_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.table import Table
 
 QUEUED = 500  # batches of lines; what comes while the terminal is that far behind is in the logs only
@@ -104,14 +104,15 @@ class Display:
                 printer.print(f"({self._dropped} pieces of output are in the logs only)")
                 self._dropped = 0
 
-    def _table(self) -> "Table":
+    def _table(self) -> "Group":
+        from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
         caption = "  ".join(filter(None, [self._title, elapsed(self._started_s), self._figures]))
-        table = Table(caption=Text(caption, no_wrap=True, overflow="ellipsis"), expand=False, box=None)
+        table = Table(expand=False, box=None)
         (_by_worker if len(self._members) <= MAX_ROWS else _by_slice)(table, self._members)
-        return table
+        return Group(table, Text(caption, no_wrap=True, overflow="ellipsis"))
 
 
 def _by_worker(table: "Table", members: Sequence[Member]) -> None:

@@ -16,7 +16,9 @@ from slicewise.launch.runner.members import NOT_EXECUTABLE, NOT_FOUND, Member, S
 from slicewise.launch.runner.tree import Tree
 from slicewise.launch.workers import Worker
 
-HANDSHAKES = 128  # at once: each takes milliseconds of processor time, and must not time out behind the others
+HANDSHAKES = (
+    128  # at once: each takes milliseconds of processor time, and must not time out behind the others
+)
 SHIPMENTS = 16  # at once: each holds a few megabytes
 CONNECT_S = 60.0  # for all tries to reach one worker
 RETRY_S = 1.0

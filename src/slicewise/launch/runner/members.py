@@ -206,6 +206,8 @@ def verdict(members: Sequence[Member]) -> list[str]:
     if stopped := [member for member in members if member.state == State.STOPPED]:
         lines.append(f"stopped as a consequence: {names(stopped)}")
     lines.append(f"first failure: {cause.name} ({cause.worker.host}) {cause.ending}")
+    if cause.error and cause.error.get("message"):  # it has said why, in words for the user
+        return lines
     tail = list(cause.output.tail)
     where = f" ({cause.log_path})" if cause.log_path else ""
     if tail:
