@@ -37,6 +37,8 @@ def register(verbs: Verbs) -> None:
     one.add_argument("--repair-state", default="ACTIVE", metavar="STATE", help=shown)
     suspend = "the preemption of one of several slices suspends the whole queued resource"
     one.add_argument("--suspend-multislice", action="store_true", help=suspend)
+    netns = "a network namespace for each worker: own address, port 22, 169.254.169.254 (needs root)"
+    one.add_argument("--netns", action="store_true", help=netns)
 
     one = sub.add("inject", _inject, "break a node")
     one.add_argument("fault", metavar="FAULT", help=", ".join(FAULTS))
@@ -79,7 +81,7 @@ def _nothing(arguments: argparse.Namespace) -> None:
 def _start(arguments: argparse.Namespace) -> None:
     directory = _directory(arguments)
     settings = _settings(arguments)
-    ports = [_port(arguments.port, "--port"), _port(arguments.grpc_port, "--grpc-port")]
+    rest_port, grpc_port = _port(arguments.port, "--port"), _port(arguments.grpc_port, "--grpc-port")
     if arguments.detach:
         from slicewise.launch.emulator import local
 
@@ -92,14 +94,15 @@ def _start(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"the emulator needs {error.name}, which is not installed: pip install 'slicewise[emulator]'."
         ) from error
-    server.run(server.Options(settings, directory, *ports), lambda state: _announce(state, directory))
+    options = server.Options(settings, directory, rest_port, grpc_port, arguments.netns)
+    server.run(options, lambda state: _announce(state, directory))
 
 
 def _start_arguments(arguments: argparse.Namespace) -> list[str]:
     """What a start in the background is told again; the state directory is given separately."""
     words = ["--port", arguments.port, "--grpc-port", arguments.grpc_port, "--step", arguments.step]
     words += ["--repair-state", arguments.repair_state]
-    words += ["--suspend-multislice"] * arguments.suspend_multislice
+    words += ["--suspend-multislice"] * arguments.suspend_multislice + ["--netns"] * arguments.netns
     for option in ("capacity", "quota", "reservation"):
         for value in getattr(arguments, option):
             words += [f"--{option}", value]

@@ -164,6 +164,7 @@ def test_a_lost_slice_is_replaced_and_all_others_are_restarted(machine, kind):
     run(machine)
     assert not qr.repairing
     assert [n.boot for n in qr.nodes] == [b + 1 for b in boots]
+    assert [n.placement for n in qr.nodes] == [1, 2, 1]
     assert {n.state for n in qr.nodes} == {NodeState.READY}
 
 
@@ -308,6 +309,16 @@ def test_a_report_of_an_older_start_is_ignored(machine):
     assert {n.state for n in qr.nodes} == {NodeState.RESTARTING}
 
 
+def test_vms_that_cannot_start_fail_the_request_and_give_the_chips_back(machine):
+    machine.create(qr_name(), request(count=2))
+    while not machine.nodes:
+        machine.advance(machine.now_s + 1)
+    machine.broken(next(iter(machine.nodes)), 1, "no room")
+    qr = machine.queue[qr_name()]
+    assert (qr.state, qr.error.message, qr.nodes) == (S.FAILED, "no room", [])
+    assert machine.free("v6e") == 16
+
+
 @pytest.mark.parametrize("call", ["find", "find_node", "find_operation", "delete", "reset", "delete_node"])
 def test_what_does_not_exist_is_not_found(machine, call):
     with pytest.raises(Refused) as refused:
@@ -319,8 +330,8 @@ FOLLOWERS = {
     S.CREATING: {S.ACCEPTED, S.FAILED, S.DELETING},
     S.ACCEPTED: {S.WAITING_FOR_RESOURCES, S.FAILED, S.DELETING},
     S.WAITING_FOR_RESOURCES: {S.PROVISIONING, S.FAILED, S.DELETING},
-    S.PROVISIONING: {S.ACTIVE, S.SUSPENDING, S.DELETING},
-    S.ACTIVE: {S.SUSPENDING, S.DELETING},
+    S.PROVISIONING: {S.ACTIVE, S.SUSPENDING, S.FAILED, S.DELETING},
+    S.ACTIVE: {S.SUSPENDING, S.FAILED, S.DELETING},
     S.SUSPENDING: {S.SUSPENDED, S.DELETING},
     S.SUSPENDED: {S.DELETING},
     S.FAILED: {S.DELETING},
@@ -398,6 +409,12 @@ class Cloud(RuleBasedStateMachine):
     def boot_one(self, data):
         node = self.machine.nodes[data.draw(st.sampled_from(sorted(self.machine.nodes)))]
         self.machine.up(node.name, node.boot, [])
+
+    @precondition(lambda self: self.machine.nodes)
+    @rule(data=st.data())
+    def cannot_boot(self, data):
+        node = self.machine.nodes[data.draw(st.sampled_from(sorted(self.machine.nodes)))]
+        self.machine.broken(node.name, node.boot, "no room")
 
     @rule(by=st.sampled_from([0.01, 0.05, 1.0, 10.0]))
     def time_passes(self, by):

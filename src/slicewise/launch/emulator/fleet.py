@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,11 +15,11 @@ import asyncssh
 
 from slicewise.launch.emulator import marks
 from slicewise.launch.emulator.metadata_server import MetadataServer
+from slicewise.launch.emulator.networks import Network
 from slicewise.launch.emulator.records import Endpoint, Link, Node
 from slicewise.launch.emulator.ssh import Worker
 from slicewise.launch.targets.local import THREADS_PER_DEVICE, xla_flags
 
-HOST = "127.0.0.1"
 STARTUP_LOG = "startup-script.log"
 # what a VM sees of the emulator's own environment; the rest of it may hold secrets
 _INHERITED = re.compile(r"PYTHONPATH|LANG|LC_\w+|TZ|TMPDIR|JAX_COMPILATION_CACHE_DIR|COVERAGE_\w+")
@@ -28,18 +27,19 @@ _INHERITED = re.compile(r"PYTHONPATH|LANG|LC_\w+|TZ|TMPDIR|JAX_COMPILATION_CACHE
 
 @dataclass(eq=False)
 class Machines:
-    """The VMs of one node: what they are, and which start and link of the node they follow."""
+    """The VMs of one node: what they are, and which placement, start and link of the node they follow."""
 
     mark: str
+    placement: int
     workers: list[Worker] = field(default_factory=list)
     boot: int = 0
     link: Link = Link.OPEN
-    task: asyncio.Task | None = None
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Fleet:
-    """``report_up(name, boot, endpoints)`` is called when all VMs of a node have started; ``allowed(name, key)``
-    says whether a public key may log in to a node."""
+    """``report_up(name, boot, endpoints)`` is called when all VMs of a node have started, ``report_broken(name,
+    boot, reason)`` when they cannot; ``allowed(name, key)`` says whether a public key may log in to a node."""
 
     def __init__(
         self,
@@ -48,10 +48,13 @@ class Fleet:
         host_key: asyncssh.SSHKey,
         allowed: Callable[[str, str], bool],
         report_up: Callable[[str, int, list[Endpoint]], None],
+        report_broken: Callable[[str, int, str], None],
         metadata: MetadataServer,
+        network: Network,
     ):
         self._directory, self._identity, self._host_key = directory, identity, host_key
-        self._allowed, self._report_up, self._metadata = allowed, report_up, metadata
+        self._allowed, self._report_up, self._report_broken = allowed, report_up, report_broken
+        self._metadata, self._network = metadata, network
         self._machines: dict[str, Machines] = {}
         self._tasks: set[asyncio.Task] = set()
         self._discarded = 0
@@ -69,7 +72,7 @@ class Fleet:
             if node is None or not node.running:
                 continue
             if machines is None or machines.boot != node.boot:
-                machines = machines or Machines(self._mark(name))
+                machines = machines or Machines(self._mark(name), node.placement)
                 machines.boot, machines.link = node.boot, Link.OPEN
                 self._machines[name] = machines
                 self._spawn(self._start(node, machines, node.boot))
@@ -104,13 +107,11 @@ class Fleet:
         marks.send([machines.mark for machines in ended.values()], signal.SIGKILL)
         for name, machines in ended.items():
             node = nodes.get(name)
-            for worker in machines.workers:
-                worker.cut(False)
-            if node is None or not node.running:
-                for worker in machines.workers:
-                    worker.close()
-                    self._spawn(self._metadata.close(worker))
+            self._cut(machines, Link.OPEN)
+            if node is None or not node.running or node.placement != machines.placement:
                 del self._machines[name]
+                self._remove(machines.workers)
+                machines.workers = []
                 self._discard(self._home(name))
 
     def _discard(self, home: Path) -> None:
@@ -121,32 +122,59 @@ class Fleet:
             home.rename(trash)
             self._spawn(asyncio.to_thread(shutil.rmtree, trash, ignore_errors=True))
 
-    def _relink(self, machines: Machines, link: Link) -> None:
-        machines.link = link
+    def _remove(self, workers: Iterable[Worker]) -> None:
+        """These hosts leave the network."""
+        for worker in workers:
+            worker.close()
+            self._metadata.close(worker.plug.metadata)
+        self._spawn(self._network.unplug([worker.plug for worker in workers]))
+
+    def _cut(self, machines: Machines, link: Link) -> None:
+        if Link.PARTITIONED in (link, machines.link):
+            for worker in machines.workers:
+                self._network.partition(worker.plug, link == Link.PARTITIONED)
         for worker in machines.workers:
             worker.cut(link != Link.OPEN)
+        machines.link = link
+
+    def _relink(self, machines: Machines, link: Link) -> None:
+        self._cut(machines, link)
         marks.send([machines.mark], signal.SIGSTOP if link == Link.FROZEN else signal.SIGCONT)
 
     async def _start(self, node: Node, machines: Machines, boot: int) -> None:
-        if not machines.workers:
-            machines.workers = [await self._create(node, machines, i) for i in range(node.spec.workers)]
-        if machines.boot != boot or self._machines.get(node.name) is not machines:
-            return  # it was lost or restarted meanwhile
-        endpoints = [Endpoint(HOST, worker.sockets[0].getsockname()[1]) for worker in machines.workers]
+        def wanted() -> bool:
+            return machines.boot == boot and self._machines.get(node.name) is machines
+
+        async with machines.starting:
+            if not wanted():  # lost or restarted meanwhile
+                return
+            try:
+                if not machines.workers:
+                    made = [await self._create(node, machines, i) for i in range(node.spec.workers)]
+                    if self._machines.get(node.name) is not machines:
+                        self._remove(made)
+                        return
+                    machines.workers = made
+            except OSError as error:
+                self._report_broken(node.name, boot, f"a VM cannot start: {error.strerror or error}")
+                return
+            if not wanted():
+                return
         if script := node.metadata.get("startup-script"):
             for worker in machines.workers:
                 self._spawn(self._run_startup_script(worker, worker.life, script))
+        endpoints = [Endpoint(worker.plug.address, worker.plug.port) for worker in machines.workers]
         self._report_up(node.name, boot, endpoints)
 
     async def _create(self, node: Node, machines: Machines, index: int) -> Worker:
+        """Raises OSError."""
         home = self._home(node.name) / str(index)
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        metadata_socket, ssh_socket = (socket.create_server((HOST, 0), backlog=128) for _ in range(2))
-        environment = self._environment(node, index, home, metadata_socket.getsockname()[1], machines)
-        worker = Worker(home, environment, lambda key: self._allowed(node.name, key))
-        await worker.listen(self._host_key, ssh_socket)
-        await self._metadata.serve(worker, metadata_socket, node.name, index)
-        worker.sockets.append(metadata_socket)
+        plug = await self._network.plug(f"{node.spec.node_id}-w-{index}")
+        environment = {**self._environment(node, index, home, machines), **plug.environment}
+        worker = Worker(home, environment, plug, lambda key: self._allowed(node.name, key))
+        await worker.listen(self._host_key)
+        await self._metadata.serve(plug.metadata, node.name, index)
         return worker
 
     async def _run_startup_script(self, worker: Worker, life: int, script: str) -> None:
@@ -164,10 +192,8 @@ class Fleet:
     def _home(self, name: str) -> Path:
         return self._directory / "vms" / name
 
-    def _environment(
-        self, node: Node, index: int, home: Path, metadata_port: int, machines: Machines
-    ) -> dict[str, str]:
-        """A login's environment, the emulated host's devices, and where its metadata server is."""
+    def _environment(self, node: Node, index: int, home: Path, machines: Machines) -> dict[str, str]:
+        """A login's environment, and the emulated host's devices."""
         body, devices = node.spec.body, node.spec.devices_per_worker
         return {
             **{name: value for name, value in os.environ.items() if _INHERITED.fullmatch(name)},
@@ -176,8 +202,6 @@ class Fleet:
             "USER": os.environ.get("USER", "slicewise"),
             "LOGNAME": os.environ.get("USER", "slicewise"),
             "SHELL": "/bin/bash",
-            "GCE_METADATA_IP": f"{HOST}:{metadata_port}",
-            "GCE_METADATA_HOST": f"{HOST}:{metadata_port}",
             "TPU_ACCELERATOR_TYPE": str(body.get("acceleratorType", "")),
             "TPU_WORKER_ID": str(index),
             "JAX_PLATFORMS": "cpu",

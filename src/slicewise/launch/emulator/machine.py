@@ -192,6 +192,16 @@ class Machine:
             node.up, node.endpoints = True, tuple(endpoints)
             self.advance(self.now_s)
 
+    def broken(self, name: str, boot: int, message: str) -> None:
+        """The driver reports that the VMs of a node's start ``boot`` cannot be had: the request fails."""
+        node = self.nodes.get(name)
+        if node is not None and node.boot == boot and node.running:
+            qr = self.queue[node.queued_resource]
+            for each in list(qr.nodes):
+                self._remove(qr, each)
+            self._fail(qr, Code.INTERNAL, message)
+            self.advance(self.now_s)
+
     def advance(self, now_s: float) -> None:
         """Everything that is due by ``now_s`` happens."""
         self.now_s = max(self.now_s, now_s)
@@ -352,6 +362,7 @@ class Machine:
         """Slices that lost their chips get new ones; all start again."""
         for node in qr.nodes:
             self._boot(node, NodeState.RESTARTING if node.placed else NodeState.CREATING)
+            node.placement += not node.placed
             node.placed = True
         qr.since_s = self.now_s
 

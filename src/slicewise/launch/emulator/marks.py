@@ -35,6 +35,8 @@ for _ in range({scans}):
     if not found:
         break
     time.sleep(0.05)
+if sys.argv[2]:
+    os.system(sys.argv[2])
 """
 
 
@@ -65,12 +67,13 @@ def send(prefixes: Collection[str], number: signal.Signals) -> None:
 
 
 class Guardian:
-    """A process that kills every process with the mark once this one is gone, whatever ended it."""
+    """A process that kills every process with the mark once this one is gone, whatever ended it, and then runs
+    the shell command ``cleanup``."""
 
-    def __init__(self, prefix: str):
+    def __init__(self, prefix: str, cleanup: str = ""):
         script = _GUARDIAN.format(mark=MARK, scans=SCANS)
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", script, prefix],
+            [sys.executable, "-I", "-S", "-c", script, prefix, cleanup],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

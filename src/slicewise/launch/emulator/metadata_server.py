@@ -1,17 +1,18 @@
-"""The metadata server of each VM: the same paths and headers as on Google Cloud, one port a worker.
+"""The metadata server of each VM: the same paths and headers as on Google Cloud."""
 
-Programs find it by GCE_METADATA_IP and GCE_METADATA_HOST.
-"""
-
+import asyncio
+import functools
+import json
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
-from slicewise.launch.emulator.hosts import METADATA, refuse_others
+from slicewise.launch.emulator.hosts import METADATA, is_ours
 
 ROOT = "/computeMetadata/v1"
+HEADERS = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
 
 
 class MetadataServer:
@@ -19,48 +20,46 @@ class MetadataServer:
 
     def __init__(self, values: Callable[[str, int], Mapping[str, Any]]):
         self._values = values
-        self._places: dict[int, tuple[str, int]] = {}  # port -> node, worker
-        self._sites: dict[int, web.SockSite] = {}  # by id of the worker
-        application = web.Application(middlewares=[refuse_others(METADATA)])
-        application.router.add_get("/{path:.*}", self._get)
-        self._runner = web.AppRunner(application, access_log=None, handle_signals=False)
+        self._servers: dict[socket.socket, tuple[asyncio.Server, web.Server]] = {}
 
-    async def start(self) -> None:
-        await self._runner.setup()
+    async def serve(self, sock: socket.socket, node: str, index: int) -> None:
+        """Answers on a listening socket as the server of this worker."""
+        server = web.Server(functools.partial(self._answer, node, index), access_log=None)
+        listener = await asyncio.get_running_loop().create_server(server, sock=sock)
+        self._servers[sock] = (listener, server)
 
-    async def stop(self) -> None:
-        await self._runner.cleanup()
+    def close(self, sock: socket.socket) -> None:
+        """It answers no more."""
+        if found := self._servers.pop(sock, None):
+            listener, server = found
+            listener.close()
+            for connection in server.connections:
+                connection.force_close()
 
-    async def serve(self, worker: object, sock: socket.socket, node: str, index: int) -> None:
-        self._places[sock.getsockname()[1]] = (node, index)
-        site = web.SockSite(self._runner, sock)
-        await site.start()
-        self._sites[id(worker)] = site
+    async def _answer(self, node: str, index: int, request: web.BaseRequest) -> web.Response:
+        status, text = self._get(node, index, request)
+        return web.Response(status=status, text=text, headers=HEADERS)
 
-    async def close(self, worker: object) -> None:
-        if site := self._sites.pop(id(worker), None):
-            await site.stop()
-
-    async def _get(self, request: web.Request) -> web.Response:
-        headers = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
-        path = "/" + request.match_info["path"].strip("/")
+    def _get(self, node: str, index: int, request: web.BaseRequest) -> tuple[int, str]:
+        if not is_ours(request.headers.get("Host", ""), METADATA):
+            return 403, "This is the metadata server of another host.\n"
+        path = "/" + request.path.strip("/")
         if path == "/":
-            return web.Response(text="computeMetadata/\n", headers=headers)
+            return 200, "computeMetadata/\n"
         if request.headers.get("Metadata-Flavor") != "Google" or "X-Forwarded-For" in request.headers:
-            return web.Response(status=403, text="Missing Metadata-Flavor:Google header.\n")
-        assert request.transport is not None
-        place = self._places.get(request.transport.get_extra_info("sockname")[1])
-        if place is None or not f"{path}/".startswith(f"{ROOT}/"):
-            return web.Response(status=404, text=f"{path} was not found.\n", headers=headers)
-        found: Any = self._values(*place)
-        for part in path.removeprefix(ROOT).strip("/").split("/"):
-            if part:
-                found = found.get(part) if isinstance(found, Mapping) else None
+            return 403, "Missing Metadata-Flavor:Google header.\n"
+        missing = 404, f"{path} was not found.\n"
+        if not f"{path}/".startswith(f"{ROOT}/"):
+            return missing
+        found: Any = self._values(node, index)
+        for part in filter(None, path.removeprefix(ROOT).split("/")):
+            found = found.get(part) if isinstance(found, Mapping) else None
         if found is None:
-            return web.Response(status=404, text=f"{path} was not found.\n", headers=headers)
-        if isinstance(found, Mapping):
-            names = [f"{k}/" if isinstance(v, Mapping) else str(k) for k, v in sorted(found.items())]
-            if request.query.get("recursive", "").lower() == "true":
-                return web.json_response(dict(found), headers=headers)
-            return web.Response(text="".join(f"{name}\n" for name in names), headers=headers)
-        return web.Response(text=str(found), headers=headers)
+            return missing
+        if not isinstance(found, Mapping):
+            return 200, str(found)
+        if request.query.get("recursive", "").lower() == "true":
+            return 200, json.dumps(found)
+        return 200, "".join(
+            f"{k}/\n" if isinstance(v, Mapping) else f"{k}\n" for k, v in sorted(found.items())
+        )

@@ -184,6 +184,7 @@ class Node:
     state: NodeState = NodeState.CREATING
     health: Health = Health.HEALTHY
     placed: bool = False  # holds chips
+    placement: int = 1  # counts the hardware that it has had
     running: bool = False
     boot: int = 0
     up: bool = False

@@ -14,7 +14,7 @@ from google.protobuf import json_format
 from slicewise.launch.emulator.api import message_types
 from slicewise.launch.emulator.control import Control
 from slicewise.launch.emulator.errors import HTTP_STATUS, status
-from slicewise.launch.emulator.hosts import LOOPBACK, refuse_others
+from slicewise.launch.emulator.hosts import LOOPBACK, is_ours
 from slicewise.launch.emulator.records import Code, Refused
 from slicewise.launch.emulator.service import Service
 
@@ -39,9 +39,7 @@ ROUTES: Mapping[tuple[str, str, str, bool], tuple[str, str]] = {
 
 
 def application(service: Service, control: Control) -> web.Application:
-    app = web.Application(
-        middlewares=[_errors, refuse_others(LOOPBACK), _no_pages], client_max_size=MAX_BODY_BYTES
-    )
+    app = web.Application(middlewares=[_errors, _only_ours], client_max_size=MAX_BODY_BYTES)
     app[SERVICE], app[CONTROL] = service, control
     one = r"/{version:v2|v2alpha1}/projects/{project}/locations/{zone}"
     app.router.add_get(one + "/operations", _operations)
@@ -79,8 +77,11 @@ def _refusal(refused: Refused, http_status: int | None = None) -> web.Response:
 
 
 @web.middleware
-async def _no_pages(request: web.Request, handler: Any) -> web.StreamResponse:
+async def _only_ours(request: web.Request, handler: Any) -> web.StreamResponse:
     """A page in a browser names its origin, and no client of the API has one."""
+    host = request.headers.get("Host", "")
+    if not is_ours(host, LOOPBACK):
+        raise Refused(Code.PERMISSION_DENIED, f"Host '{host}' is not this one.")
     if "Origin" in request.headers or request.headers.get("Sec-Fetch-Site", "none") not in (
         "none",
         "same-origin",

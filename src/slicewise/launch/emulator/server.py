@@ -18,8 +18,8 @@ from aiohttp import web
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch.emulator import marks, rest, rpc
 from slicewise.launch.emulator.control import Control
-from slicewise.launch.emulator.fleet import HOST
 from slicewise.launch.emulator.local import State, private_file, state_path
+from slicewise.launch.emulator.networks import HOST, Loopback, Namespaces
 from slicewise.launch.emulator.records import Settings
 from slicewise.launch.emulator.service import Service
 
@@ -32,6 +32,7 @@ class Options:
     directory: Path
     rest_port: int = 0
     grpc_port: int = 0
+    namespaces: bool = False
 
 
 def run(options: Options, ready: Callable[[State], None]) -> None:
@@ -53,10 +54,11 @@ async def _serve(options: Options, ready: Callable[[State], None]) -> None:
     host_key, user_key = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
     key_path = directory / "id_ed25519"
     private_file(key_path, user_key.export_private_key().decode())
-    service = Service(options.settings, directory, identity, host_key, user_key)
+    network = Namespaces(identity) if options.namespaces else Loopback()
+    await network.start()
+    service = Service(options.settings, directory, identity, host_key, user_key, network)
     control = Control(service, secrets.token_urlsafe(24), stopped.set)
-    guardian = marks.Guardian(f"{identity}/")
-    await service.metadata.start()
+    guardian = marks.Guardian(f"{identity}/", network.cleanup)
     runner = web.AppRunner(rest.application(service, control), access_log=None, handle_signals=False)
     try:
         await runner.setup()
@@ -82,6 +84,7 @@ async def _serve(options: Options, ready: Callable[[State], None]) -> None:
         key_path.unlink(missing_ok=True)
         await runner.cleanup()
         await service.close()
+        await network.stop()
         guardian.close()
         shutil.rmtree(directory / "vms", ignore_errors=True)
 

@@ -1,7 +1,6 @@
 """One emulated cloud in one event loop: the state machine, its clock, its VMs, and who may call it."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from slicewise.launch.emulator.api import VERSIONS, Api, check_parent
 from slicewise.launch.emulator.fleet import Fleet
 from slicewise.launch.emulator.machine import Machine
 from slicewise.launch.emulator.metadata_server import MetadataServer
+from slicewise.launch.emulator.networks import Network
 from slicewise.launch.emulator.records import NEVER, Code, Endpoint, LossKind, Refused, Settings
 
 
@@ -36,12 +36,22 @@ class Service:
         identity: str,
         host_key: asyncssh.SSHKey,
         user_key: asyncssh.SSHKey,
+        network: Network,
     ):
         self.machine = Machine(settings, now_s=time.time())
         public = host_key.export_public_key().decode().strip()
         self.apis = {version: Api(version, self.machine, public) for version in VERSIONS}
         self.metadata = MetadataServer(self._metadata_of)
-        self.fleet = Fleet(directory, identity, host_key, self._may_log_in, self._up, self.metadata)
+        self.fleet = Fleet(
+            directory,
+            identity,
+            host_key,
+            self._may_log_in,
+            self._up,
+            self._broken,
+            self.metadata,
+            network,
+        )
         self.fault: ApiFault | None = None
         self._user_key = _key(user_key.export_public_key().decode())
         self._timer: asyncio.TimerHandle | None = None
@@ -81,6 +91,9 @@ class Service:
     def _up(self, name: str, boot: int, endpoints: list[Endpoint]) -> None:
         self.change(lambda: self.machine.up(name, boot, endpoints))
 
+    def _broken(self, name: str, boot: int, message: str) -> None:
+        self.change(lambda: self.machine.broken(name, boot, message))
+
     def _settle(self) -> None:
         machine = self.machine
         noticed, dirty = list(machine.noticed), list(machine.dirty)
@@ -100,7 +113,6 @@ class Service:
         if self._timer:
             self._timer.cancel()
         await self.fleet.close()
-        await self.metadata.stop()
 
     def _may_log_in(self, name: str, key: str) -> bool:
         """The emulator's own key, or one of the node's metadata as gcloud writes it: USER:KEY."""
@@ -157,12 +169,3 @@ class Service:
 def _key(line: str) -> tuple[str, ...]:
     """Type and body of a public key, without its comment."""
     return tuple(line.split()[:2])
-
-
-@contextlib.asynccontextmanager
-async def running(service: Service):
-    await service.metadata.start()
-    try:
-        yield service
-    finally:
-        await service.close()

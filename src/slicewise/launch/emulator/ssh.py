@@ -6,12 +6,9 @@ and its output has no reader. One with a terminal gets SIGHUP. All die with thei
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
-import socket
 import struct
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,27 +16,11 @@ from typing import Any
 
 import asyncssh
 
+from slicewise.launch.emulator.networks import Plug, silence
+
 SHELL = "/bin/bash"
 READ_BYTES = 64 * 1024
 ACCEPTED_VARIABLES = ("LANG", "LC_")  # that a client may set, as Debian's sshd_config has it
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-_DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes
-
-
-def can_cut() -> bool:
-    """Whether this system can drop the packets of single sockets, as a partition does."""
-    return sys.platform == "linux"
-
-
-def _cut(sock: Any, cut: bool) -> None:
-    """Drops every packet that comes in, before TCP sees it; so nothing is acknowledged, and nothing is lost once
-    the link is whole again."""
-    with contextlib.suppress(OSError):  # it was closed meanwhile
-        if cut:
-            program = struct.pack("H6xP", 1, ctypes.addressof(_DROP_ALL))
-            sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-        else:
-            sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
 @dataclass(eq=False)
@@ -49,19 +30,18 @@ class Worker:
 
     home: Path
     environment: Mapping[str, str]
+    plug: Plug
     allowed: Callable[[str], bool]  # whether a public key in OpenSSH's format may log in
-    sockets: list[socket.socket] = field(default_factory=list)
     acceptor: asyncssh.SSHAcceptor | None = None
     connections: set[asyncssh.SSHServerConnection] = field(default_factory=set)
     groups: set[int] = field(default_factory=set)
     life: int = 0
     reachable: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def listen(self, host_key: asyncssh.SSHKey, sock: socket.socket) -> None:
-        self.sockets.append(sock)
+    async def listen(self, host_key: asyncssh.SSHKey) -> None:
         self.reachable.set()
         self.acceptor = await asyncssh.listen(
-            sock=sock,
+            sock=self.plug.ssh,
             server_host_keys=[host_key],
             server_factory=lambda: _Server(self),
             process_factory=self._serve,
@@ -83,8 +63,8 @@ class Worker:
         else:
             self.reachable.set()
         connected = [connection.get_extra_info("socket") for connection in self.connections]
-        for sock in [*self.sockets, *filter(None, connected)]:
-            _cut(sock, cut)
+        for sock in [self.plug.ssh, self.plug.metadata, *filter(None, connected)]:
+            silence(sock, cut)
 
     def die(self) -> None:
         """Its process groups are killed and its connections break, as when the host loses power. Processes that
@@ -112,6 +92,7 @@ class Worker:
         if life != self.life:
             raise ConnectionError
         process = await asyncio.create_subprocess_exec(
+            *self.plug.prefix,
             *arguments,
             **{"cwd": self.home, "env": self.environment, "start_new_session": True, **options},
         )
