@@ -87,7 +87,8 @@ class GangOfAgents:
 
 
 @pytest.fixture
-def gang(tmp_path):
+def gang(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     agents = GangOfAgents(tmp_path)
     yield agents
     agents.close()

@@ -77,7 +77,8 @@ class Pods:
 
 
 @pytest.fixture
-def pods(tmp_path):
+def pods(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     made = Pods(tmp_path)
     yield made
     for process in made.processes:

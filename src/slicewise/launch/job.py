@@ -274,8 +274,12 @@ def _ended_by_platform(record: Record, job: JobFolder, state: str) -> Ending | N
     return Ending(Fault.FAILURE, ExitCode.INTERNAL, why, 0, record.submission)
 
 
+def _is_stalled(record: Record) -> bool:
+    return record.target in SUPERVISED and not is_supervised(record)
+
+
 def _state(record: Record, claimed: bool, progressed: bool, slices: str) -> str:
-    if record.target in SUPERVISED and not is_supervised(record):
+    if _is_stalled(record):
         return "stalled"
     if not claimed:
         return "waiting"
@@ -320,7 +324,7 @@ def log(record: Record, place: str | None, attempt: int | None, *, follow: bool 
         newer = [number for number in attempts if shown is not None and number > shown]
         if follow and attempt is None and newer:
             shown, sent = newer[0], 0
-        elif not follow or ended or (attempt is not None and newer):
+        elif not follow or ended or (attempt is not None and newer) or _is_stalled(record):
             break
         else:
             time.sleep(FOLLOW_INTERVAL_S)

@@ -74,13 +74,20 @@ class EventLines:
         return f"step {event.get('step')}/{event.get('steps')}  {metrics_text(event)}"
 
 
+def _private(path: str, flags: int) -> int:
+    """Programs print what they should not, such as their environment."""
+    return os.open(path, flags, 0o600)
+
+
 class Log:
-    """A file with the raw bytes of one process; None as path keeps nothing."""
+    """A file, for its owner only, with the raw bytes of one process; None as path keeps nothing."""
 
     def __init__(self, path: Path | None):
         """Raises OSError when the file cannot be opened."""
         self.path = path
-        self._file: BinaryIO | None = path.open("wb", buffering=0) if path else None
+        self._file: BinaryIO | None = None
+        if path:
+            self._file = open(path, "wb", buffering=0, opener=_private)  # noqa: SIM115
 
     def write(self, data: bytes) -> str | None:
         """A reason when the log had to end here; the process it belongs to is not to die of a full disk."""

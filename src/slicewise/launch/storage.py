@@ -136,8 +136,9 @@ class _Disk:
         self._try("remove", name, lambda path: path.unlink(), None)
 
     def _try[T](self, verb: str, name: str, action: Callable[[Path], T], absent: T) -> T:
+        path = Path(self.root) / _checked(name)
         try:
-            return action(Path(self.root) / _checked(name))
+            return action(path)
         except FileNotFoundError:
             return absent
         except OSError as error:
@@ -201,8 +202,9 @@ class _Bucket:
         self._try("remove", name, self._fs.rm_file, None)
 
     def _try[T](self, verb: str, name: str, action: Callable[[str], T], absent: T) -> T:
+        path = f"{self._base}/{_checked(name)}".rstrip("/.")
         try:
-            return action(f"{self._base}/{_checked(name)}")
+            return action(path)
         except FileNotFoundError:
             return absent
         except Exception as error:  # each filesystem has errors of its own

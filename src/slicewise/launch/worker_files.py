@@ -18,6 +18,7 @@ from slicewise.launch.storage import StorageError
 
 COPY_INTERVAL_S = 5.0  # so much of a log is lost at most with its machine
 MAX_CODE_BYTES = 256 * 1024**2  # packed
+OWN = ".slicewise"  # in the home of a worker: code and working directories
 IGNORED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "runs"}
 
 
@@ -40,8 +41,13 @@ class WorkerFiles:
             root = Path(self._job.folder.root) if self._on_disk else own
             self._log_folder = root / self._job.log_name(self._attempt, "").rstrip("/")
             self._log_folder.mkdir(parents=True, exist_ok=True)
-            self._code = unpack_code(self._job, self._spec.code, own / "code") if self._spec.code else None
+            self._code = (
+                unpack_code(self._job, self._spec.code, Path.home() / OWN / "code")
+                if self._spec.code
+                else None
+            )
             self._own = own
+            self._directory = self._start_directory()
             if not self._on_disk:
                 copier = threading.Thread(target=self._keep_copying, daemon=True)
                 copier.start()
@@ -59,10 +65,18 @@ class WorkerFiles:
         return [config if word == "{config}" else word for word in self._spec.command]
 
     @property
-    def directory(self) -> Path | None:
+    def directory(self) -> Path:
+        """Where the trainer starts: it stays from attempt to attempt."""
+        return self._directory
+
+    def _start_directory(self) -> Path:
         if self._spec.working_directory:
             return Path(self._spec.working_directory)
-        return self._code
+        if self._code:
+            return self._code
+        own = Path.home() / OWN / "jobs" / self._spec.name
+        own.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return own
 
     def python_path(self, before: str = "") -> dict[str, str]:
         """Environment that makes the shipped code importable: its root, and its src where it has one."""
@@ -159,16 +173,31 @@ def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
     return info
 
 
-def unpack_code(job: JobFolder, name: str, into: Path) -> Path:
-    """Raises UserError when the archive is absent, damaged, or would write outside of ``into``."""
-    data = job.folder.read(name)
+def unpack_code(job: JobFolder, name: str, below: Path) -> Path:
+    """The directory with the code of the archive ``name``: once for all attempts and workers of a machine.
+
+    Raises UserError when the archive is absent, damaged, or would write outside of its directory.
+    """
     digest = name.removeprefix("code-").partition(".")[0]
+    target = below / digest
+    if target.is_dir():
+        return target
+    data = job.folder.read(name)
     if data is None or hashlib.sha256(data).hexdigest()[:16] != digest:
         what = "is absent" if data is None else "is damaged"
         raise UserError(f"{job.root}/{name} {what}: submit the job again.", code=ExitCode.INTERNAL)
-    try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
-            archive.extractall(into, filter="data")
-    except tarfile.TarError as error:
-        raise UserError(f"{job.root}/{name}: {error}.", code=ExitCode.INTERNAL) from error
-    return into
+    below.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=below) as half:
+        whole = Path(half) / digest
+        try:
+            with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
+                archive.extractall(whole, filter="data")
+        except tarfile.TarError as error:
+            raise UserError(f"{job.root}/{name}: {error}.", code=ExitCode.INTERNAL) from error
+        whole.mkdir(exist_ok=True)
+        try:
+            whole.rename(target)
+        except OSError:
+            if not target.is_dir():  # else another worker of this machine was faster
+                raise
+    return target

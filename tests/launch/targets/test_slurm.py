@@ -258,6 +258,7 @@ def submit(cluster, tmp_path, monkeypatch):
     """Submits a job whose trainer is a small script; its record."""
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
     def start(body, **more):
         trainer = tmp_path / "trainer.py"
