@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import socket
+import subprocess
 import urllib.error
 import urllib.request
 
@@ -10,7 +13,7 @@ import pytest
 from google.api_core import exceptions
 from google.cloud import tpu_v2, tpu_v2alpha1
 
-from slicewise.launch.emulator import local
+from slicewise.launch.emulator import local, peers
 
 PARENT = "projects/emulated/locations/local-a"
 
@@ -347,6 +350,31 @@ def test_bad_requests_get_the_errors_of_googles_apis(cloud, method, path, body, 
 def test_other_hosts_and_web_pages_are_refused(cloud, headers):
     status, answer = http(cloud, "GET", f"/v2/{PARENT}/queuedResources", **headers)
     assert (status, answer["error"]["status"]) == (403, "PERMISSION_DENIED")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_another_user_of_the_machine_may_look_but_not_touch(cloud):
+    def asked(method, path):
+        """The status line that a program of user 65534 gets."""
+        host, port = cloud.state.rest.split(":")
+        said = f"{method} {path} HTTP/1.0\r\nHost: {host}\r\n\r\n"
+        script = f"exec 3<>/dev/tcp/{host}/{port}; printf %s '{said}' >&3; head -1 <&3"
+        return subprocess.run(
+            ["bash", "-c", script], user=65534, capture_output=True, text=True, timeout=20
+        ).stdout
+
+    assert " 200 " in asked("GET", f"/v2/{PARENT}/queuedResources")
+    assert " 403 " in asked("POST", f"/v2/{PARENT}/queuedResources?queuedResourceId=x")
+    assert " 403 " in asked("DELETE", f"/v2/{PARENT}/queuedResources/x")
+
+
+def test_the_owner_of_a_connection_is_found():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+    ):
+        assert peers.owner(client.getsockname()[1], server.getsockname()[1]) == os.geteuid()
+        assert peers.owner(server.getsockname()[1], 1) is None
 
 
 def test_controls_need_the_token_of_the_private_state_file(cloud):

@@ -72,7 +72,9 @@ def test_workers_have_addresses_of_their_own_and_cables_that_can_be_pulled(tmp_p
         assert len({w.host for w in workers}) == 2
         assert {w.port for w in workers} == {22}
         server = "http://metadata.google.internal/computeMetadata/v1/instance"  # by name, as scripts have it
-        asked = f"curl -s -H Metadata-Flavor:Google {server}/attributes/mine {server}/hostname; echo; hostname -i"
+        asked = (
+            f"curl -s -H Metadata-Flavor:Google {server}/attributes/mine {server}/hostname; echo; hostname -i"
+        )
         assert ssh(workers[1], asked).split() == ["yesn-1-w-0", workers[1].host]
 
         reach = (

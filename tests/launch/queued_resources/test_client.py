@@ -118,6 +118,14 @@ def test_workers_are_in_the_order_of_slices_and_hosts_beyond_ten(client, make):
     assert {w.user for w in workers} == {getpass.getuser()}
 
 
+def test_all_pages_are_read(client, make, monkeypatch):
+    names = {make(active=False) for _ in range(3)}
+    monkeypatch.setattr(qr.calls, "PAGE_SIZE", 2)
+    found = [q.name.rsplit("/", 1)[1] for q in qr.list_all(client)]
+    assert names <= set(found)
+    assert len(found) == len(set(found))
+
+
 def test_slices_that_are_being_replaced_are_waited_for(client, make, control):
     name = make(count=2)
     control("inject", fault="fail", node=f"{name}-0", hold_s=0.5)

@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 from google.protobuf import json_format
 
+from slicewise.launch.emulator import peers
 from slicewise.launch.emulator.api import message_types
 from slicewise.launch.emulator.control import Control
 from slicewise.launch.emulator.errors import HTTP_STATUS, status
@@ -98,6 +99,9 @@ async def _call(request: web.Request) -> web.Response:
     if route is None:
         raise Refused(Code.UNIMPLEMENTED, f"The emulator has no {request.method} {request.path}.")
     method, body_field = route
+    assert request.transport is not None
+    client, server = (request.transport.get_extra_info(end)[1] for end in ("peername", "sockname"))
+    peers.check(method, client, server)
     name = f"{parent}/{collection}/{identifier}" if identifier else ""
     fields = _fields(request, method, parent, name)
     if body_field:

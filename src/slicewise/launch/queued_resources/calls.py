@@ -12,6 +12,7 @@ from slicewise.launch.queued_resources.request import Request, check_id, to_mess
 from slicewise.launch.queued_resources.target import Target
 
 CALL_TIMEOUT_S = 60.0
+PAGE_SIZE = 500
 
 
 def _say(line: str) -> None:
@@ -93,7 +94,9 @@ def _pages(client: Client, method: str, field: str) -> list[Any]:
     found: list[Any] = []
     token = ""
     while True:
-        page = client._call(method, parent=client.target.parent, page_token=token).raw_page
+        page = client._call(
+            method, parent=client.target.parent, page_size=PAGE_SIZE, page_token=token
+        ).raw_page
         found += getattr(page, field)
         token = page.next_page_token
         if not token:
