@@ -20,7 +20,7 @@ from slicewise.launch.runner.run import Options, run
 
 ROOT = Path(__file__).parents[3]
 QUICK = Timing(
-    heartbeat_s=0.2, silence_s=1.5, orphan_grace_s=0.5, failure_grace_s=0.3, stop_grace_s=5, connect_s=20
+    heartbeat_s=0.5, silence_s=4.0, orphan_grace_s=0.5, failure_grace_s=0.3, stop_grace_s=5, connect_s=20
 )
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slicewise.errors import UserError
-from slicewise.launch.runner.agent import MAGIC, STAMP, Frames, frame
+from slicewise.launch.runner.agent import MAGIC, STAMP, Frames, frame, processes_below, send_signal
 from slicewise.launch.runner.link import agent_source, boot_command
 
 
@@ -93,6 +93,19 @@ def pipe(tmp_path):
         each.close()
 
 
+def test_descendants_are_found_with_and_without_the_lists_of_the_kernel(monkeypatch):
+    with subprocess.Popen(["bash", "-c", "(sleep 60 & wait) & sleep 60 & wait"]) as shell:
+        deadline_s = time.monotonic() + 5
+        while len(found := processes_below(shell.pid)) < 3:
+            assert time.monotonic() < deadline_s
+        exists = os.path.exists
+        monkeypatch.setattr(
+            os.path, "exists", lambda path: not str(path).endswith("children") and exists(path)
+        )
+        assert sorted(processes_below(shell.pid)) == sorted(found)
+        send_signal([*found, shell.pid], signal.SIGKILL)
+
+
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -131,10 +144,11 @@ def test_it_reports_how_the_command_ended_after_all_its_output(pipe, tmp_path, l
 
 def test_a_step_is_started_once_in_a_run_whoever_asks(pipe, tmp_path):
     first, second, other = pipe(), pipe(), pipe(run="other")
-    for agent in (first, second, other):
-        agent.start("echo ran >> count", tmp_path)
+    first.start("echo ran >> count", tmp_path)
     assert first.wait(b"x")["status"] == 0
+    second.start("echo ran >> count", tmp_path)
     assert "File exists" in second.wait(b"e")["message"]
+    other.start("echo ran >> count", tmp_path)
     other.wait(b"x")
     assert (tmp_path / "count").read_text() == "ran\nran\n"
     first.start("echo ran >> count", tmp_path)
@@ -151,9 +165,9 @@ def test_nothing_outlives_the_end_of_its_input(pipe, tmp_path):
 
 
 def test_nothing_outlives_a_runner_that_is_silent(pipe, tmp_path):
-    agent = pipe(silence_s=1.0)
+    agent = pipe(silence_s=3.0)
     pids = stubborn(agent, tmp_path)
-    for _ in range(8):
+    for _ in range(18):
         agent.send(b"P", 1.5)
         assert agent.wait(b"p")[0] == 1.5
         time.sleep(0.2)
@@ -189,7 +203,7 @@ def test_signals_reach_every_process_and_wake_stopped_ones(pipe, tmp_path):
 
 
 def test_output_that_nobody_takes_does_not_stop_it_from_hearing(pipe, tmp_path):
-    agent = pipe(silence_s=1.0)
+    agent = pipe(silence_s=3.0)
     agent.start("echo $$ > pid; exec cat /dev/zero", tmp_path)
     deadline_s = time.monotonic() + 5
     while not (tmp_path / "pid").exists():

@@ -68,21 +68,44 @@ class Frames:
 
 
 def processes_below(pid):
-    """Every living process that descends from ``pid``, from /proc."""
-    parents: dict = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                with open("/proc/" + name + "/stat", "rb") as file:
-                    state, parent = file.read().rpartition(b")")[2].split()[:2]
-                if state not in (b"Z", b"X"):
-                    parents.setdefault(int(parent), []).append(int(name))
+    """Every living process that descends from ``pid``; one that is just being born or reparented may be missed."""
     found, todo = [], [pid]
     while todo:
-        children = parents.get(todo.pop(), [])
-        found += children
+        children = children_of(todo.pop())
+        found += [child for child in children if is_alive(child)]
         todo += children
     return found
+
+
+def children_of(pid):
+    """From the lists that most kernels keep for each thread; elsewhere by a look at every process."""
+    found: list = []
+    if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
+        return [int(name) for name in os.listdir("/proc") if name.isdigit() and parent_of(name) == pid]
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def parent_of(pid):
+    fields = stat_of(pid)
+    return int(fields[1]) if fields else 0
+
+
+def is_alive(pid):
+    fields = stat_of(pid)
+    return bool(fields) and fields[0] not in (b"Z", b"X")
+
+
+def stat_of(pid):
+    """The fields of /proc/PID/stat from the state on, or None."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
 
 
 def remove_folder(folder):
@@ -153,26 +176,27 @@ class Keeper:
         return ended
 
     def reap(self, child):
-        ended = None
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    break
-                if pid == child:
-                    ended = (status, time.time())
-        return ended
+        """The wait status of ``child`` and the time, when it has ended. Raises ChildProcessError with no child."""
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return None
+            if pid == child:
+                return status, time.time()
 
     def end_all(self):
-        """Kills what is left, daemons included; pids that would not go."""
+        """Kills what is left, daemons included; pids that would not go.
+
+        All orphans below a subreaper become its children, so when it has none, nothing is left anywhere.
+        """
         deadline = time.monotonic() + KILL_S
-        while time.monotonic() < deadline:
-            self.reap(0)
-            left = processes_below(os.getpid())
-            if not left:
-                return []
-            send_signal(left, signal.SIGKILL)
-            time.sleep(0.01)
+        try:
+            while time.monotonic() < deadline:
+                self.reap(0)
+                send_signal(processes_below(os.getpid()), signal.SIGKILL)
+                time.sleep(0.01)
+        except ChildProcessError:
+            return []
         return processes_below(os.getpid())
 
 
