@@ -52,7 +52,7 @@ def name():
 def test_from_create_to_delete(run, name, tmp_path):
     script = tmp_path / "start.sh"
     script.write_text("echo hello\n")
-    options = "--spot --network n --subnetwork s --tag t --label a=b --valid-until 6h --timeout 20s"
+    options = "--spot --network n --subnetwork s --tag t --label a=b --valid-until 6h --timeout 60s"
     account = ("--service-account", "me@p.iam.gserviceaccount.com", "--startup-script", script)
     slices = ("--accelerator-type", "v5litepod-16", "--node-count", 2, "--node-prefix", f"{name}p")
     code, out, err = run("qr", "create", name, *slices, *options.split(), *account)
@@ -140,7 +140,7 @@ def test_ctrl_c_leaves_the_request_and_says_so(command, name):
             if "WAITING_FOR_RESOURCES" in line:
                 break
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert f"{name} stays: 'slicewise qr wait {name}' goes on waiting" in err
     assert f"slicewise qr delete {name} --force" in err
@@ -255,12 +255,12 @@ def test_ctrl_c_ends_an_emulator_and_all_that_it_runs(command, tmp_path, run):
             str(started),
         )
         assert run("qr", "create", "x", *words)[0] == 0
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     assert process.returncode == 0
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -77,7 +77,7 @@ class Client:
     def state(self, name) -> str:
         return self.api.get_queued_resource(name=name).state.state.name
 
-    def wait(self, name, state="ACTIVE", timeout_s=20):
+    def wait(self, name, state="ACTIVE", timeout_s=60):
         until(lambda: self.state(name) == state, timeout_s, lambda: self.state(name))
 
     def active(self, *arguments, **fields) -> str:
@@ -93,7 +93,7 @@ class Client:
         return self.api.delete_queued_resource(request={"name": name, "force": True})
 
 
-def until(condition, timeout_s=20.0, otherwise=lambda: ""):
+def until(condition, timeout_s=60.0, otherwise=lambda: ""):
     """Returns once it holds; fails with what ``otherwise`` says."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -20,7 +20,7 @@ PARENT = "projects/emulated/locations/local-a"
 
 def test_a_request_becomes_active_and_is_deleted_again(client):
     operation, name = client.create(client.request(2, labels={"team": "x"}))
-    assert operation.result(timeout=20).name == name
+    assert operation.result(timeout=60).name == name
     assert operation.metadata.verb == "create"
     client.wait(name)
     qr = client.api.get_queued_resource(name=name)
@@ -36,9 +36,9 @@ def test_a_request_becomes_active_and_is_deleted_again(client):
     assert {n.state.name for n in nodes} == {"READY"}
     assert all(n.multislice_node and n.network_endpoints[0].port for n in nodes)
     assert name in [q.name for q in client.api.list_queued_resources(parent=PARENT)]
-    client.api.reset_queued_resource(name=name).result(timeout=20)
+    client.api.reset_queued_resource(name=name).result(timeout=60)
     # v2 answers a deletion with Empty and v2alpha1 with the resource; the wrong one is a TypeError here
-    gone = client.delete(name).result(timeout=20)
+    gone = client.delete(name).result(timeout=60)
     assert type(gone).__name__ == ("QueuedResource" if client.types is tpu_v2alpha1 else "Empty")
     with pytest.raises(exceptions.NotFound):
         client.api.get_queued_resource(name=name)
@@ -163,14 +163,14 @@ def test_the_reason_of_a_failure_is_in_failed_data(client):
     client.wait(name, "FAILED")
     error = client.api.get_queued_resource(name=name).state.failed_data.error
     assert (error.code, "reservations/other' not found" in error.message) == (5, True)
-    client.api.delete_queued_resource(name=name).result(timeout=20)  # needs no force
+    client.api.delete_queued_resource(name=name).result(timeout=60)  # needs no force
 
 
 def test_a_gang_larger_than_the_capacity_waits_whole(client):
     _, name = client.create(client.request(3, kind="v6e-8"))
     client.wait(name, "WAITING_FOR_RESOURCES")
     assert client.nodes(name) == []
-    client.delete(name).result(timeout=20)
+    client.delete(name).result(timeout=60)
 
 
 def test_guest_attributes_hold_the_host_key_of_every_worker(client, cloud):
@@ -221,9 +221,9 @@ def test_maintenance_can_be_simulated_through_the_api(alpha, cloud, until):
 
 def test_deletion_of_a_node_and_methods_that_the_emulator_lacks(client):
     name = client.active(2)
-    client.api.delete_node(name=client.nodes(name)[0].name).result(timeout=20)
+    client.api.delete_node(name=client.nodes(name)[0].name).result(timeout=60)
     client.wait(name, "SUSPENDED")
-    client.api.delete_queued_resource(name=name).result(timeout=20)
+    client.api.delete_queued_resource(name=name).result(timeout=60)
     with pytest.raises(exceptions.MethodNotImplemented):
         client.api.list_accelerator_types(parent=PARENT)
 

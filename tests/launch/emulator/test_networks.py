@@ -67,7 +67,7 @@ def test_workers_have_addresses_of_their_own_and_cables_that_can_be_pulled(tmp_p
     with local.started(directory, ["--netns", "--step", "0.01"]) as state:
         client = connect(emulator_target(directory))
         create(client, Request("n", "v5litepod-8", 2, metadata={"mine": "yes"}))
-        wait(client, "n", timeout_s=30)
+        wait(client, "n", timeout_s=60)
         workers = workers_of_client(client, "n")
         assert len({w.host for w in workers}) == 2
         assert {w.port for w in workers} == {22}
@@ -89,7 +89,7 @@ def test_workers_have_addresses_of_their_own_and_cables_that_can_be_pulled(tmp_p
         until(lambda: ssh(workers[1], reach) == "reached\n")
 
         local.control(state, "inject", fault="fail", node="n-0")
-        wait_until_ready(client, "n", timeout_s=30)
+        wait_until_ready(client, "n", timeout_s=60)
         again = workers_of_client(client, "n")
         assert (again[0].host != workers[0].host, again[1]) == (True, workers[1])
     assert left_over() == []
@@ -100,7 +100,7 @@ def test_a_killed_emulator_leaves_no_namespace(tmp_path, until):
     state = local.start(tmp_path / "e", ["--netns", "--step", "0.01"])
     client = connect(emulator_target(tmp_path / "e"))
     create(client, Request("n", "v5litepod-4"))
-    wait(client, "n", timeout_s=30)
+    wait(client, "n", timeout_s=60)
     assert left_over()
     with pytest.raises(UserError, match="one emulator at a time"):
         local.start(tmp_path / "other", ["--netns"])

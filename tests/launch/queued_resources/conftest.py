@@ -46,7 +46,7 @@ def make(client):
         create(client, Request(name, kind, count, **fields))
         made.append(name)
         if active:
-            wait(client, name, timeout_s=20)
+            wait(client, name, timeout_s=60)
         return name
 
     yield make

@@ -71,7 +71,7 @@ def test_another_topology_of_a_size_is_asked_for_by_its_topology(client, make):
 
 def test_waiting_reports_every_state_and_how_long(client, make):
     seen: list[Progress] = []
-    qr.wait(client, name := make(active=False), timeout_s=20, report=seen.append)
+    qr.wait(client, name := make(active=False), timeout_s=60, report=seen.append)
     assert seen[-1].state == "ACTIVE"
     assert str(seen[-1]).startswith(f"{name}: ACTIVE for 0 s, waiting for ")
     assert [p.elapsed_s for p in seen] == sorted(p.elapsed_s for p in seen)
@@ -88,7 +88,7 @@ def test_waiting_in_vain_ends_with_its_own_code_and_says_what_stays(client, make
 def test_a_failure_shows_the_reason_of_the_api(client, make):
     name = make(active=False, tier="reserved", reservation="other")
     with pytest.raises(UserError, match=r"FAILED: Reservation '.*/other' not found") as failed:
-        qr.wait(client, name, timeout_s=20)
+        qr.wait(client, name, timeout_s=60)
     assert failed.value.code == ExitCode.NO_SLICES
     assert f"slicewise qr delete {name}" in str(failed.value)
     assert "reason: Reservation" in "\n".join(details(qr.get(client, name), []))
@@ -98,7 +98,7 @@ def test_a_suspension_says_by_whom_and_that_it_is_final(client, make, control):
     name = make(tier="spot")
     control("inject", fault="preempt", node=name)
     with pytest.raises(UserError, match="by the service: its slices were preempted") as lost:
-        qr.wait(client, name, until="DELETING", timeout_s=20)
+        qr.wait(client, name, until="DELETING", timeout_s=60)
     assert lost.value.code == ExitCode.NO_SLICES
     other = make(count=2)
     qr.delete_node(client, f"{other}-1")
@@ -132,7 +132,7 @@ def test_slices_that_are_being_replaced_are_waited_for(client, make, control):
     with pytest.raises(UserError, match=r"1 of 2 slices are READY \(READY,REPAIRING\)"):
         qr.workers_of_client(client, name)
     seen = []
-    nodes = qr.wait_until_ready(client, name, timeout_s=20, report=lambda p: seen.append(p.state))
+    nodes = qr.wait_until_ready(client, name, timeout_s=60, report=lambda p: seen.append(p.state))
     assert {n.state.name for n in nodes} == {"READY"}
     assert "ACTIVE, 1 of 2 slices REPAIRING" in seen
 
@@ -148,7 +148,7 @@ def test_slices_that_do_not_come_back_in_time(client, make, control):
 def test_deletion_is_waited_for_and_what_is_gone_is_not_found(client, make):
     name = make()
     qr.delete(client, name, force=True)
-    qr.wait_until_gone(client, name, timeout_s=20)
+    qr.wait_until_gone(client, name, timeout_s=60)
     for call in (qr.get, qr.delete, qr.reset, qr.nodes, qr.wait):
         with pytest.raises(UserError, match="NOT_FOUND.*\n'slicewise qr list'") as missing:
             call(client, name)
@@ -261,7 +261,7 @@ def test_only_dead_ones_with_a_label_of_ours_are_collected(client, make, control
     control("inject", fault="preempt", node=suspended)
     for name in (suspended, failed):
         with pytest.raises(UserError):
-            qr.wait(client, name, until="DELETING", timeout_s=20)
+            qr.wait(client, name, until="DELETING", timeout_s=60)
     message = qr.request.to_message(qr.Request("foreign", "v5litepod-4", tier="reserved", reservation="other"),
                                     client.target.parent)  # fmt: skip
     message.tpu.node_spec[0].node.labels.clear()
@@ -269,7 +269,7 @@ def test_only_dead_ones_with_a_label_of_ours_are_collected(client, make, control
         parent=client.target.parent, queued_resource_id="foreign", queued_resource=message
     )
     with pytest.raises(UserError):
-        qr.wait(client, "foreign", until="DELETING", timeout_s=20)
+        qr.wait(client, "foreign", until="DELETING", timeout_s=60)
     found = qr.list_all(client)
 
     def names(owner):

@@ -22,17 +22,18 @@ _GUARDIAN = """
 import os, signal, sys, time
 os.read(0, 1)
 mark = b"{mark}=" + sys.argv[1].encode()
+quiet = 0  # scans in a row that found none: a process that is just starting has no mark yet
 for _ in range({scans}):
-    found = False
+    quiet += 1
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{{pid}}/environ", "rb") as file:
-                if any(v.startswith(mark) for v in file.read().split(b"\\0")):
+                if any(v.startswith(mark) for v in file.read().split(bytes(1))):
                     os.kill(int(pid), signal.SIGKILL)
-                    found = True
+                    quiet = 0
         except OSError:
             pass
-    if not found:
+    if quiet == 3:
         break
     time.sleep(0.05)
 if sys.argv[2]:
