@@ -6,7 +6,6 @@ import threading
 import pytest
 
 from slicewise.errors import UserError
-from slicewise.launch import preflight
 from slicewise.launch.preflight import MARK, Answer, Expectations, Report, problems
 from slicewise.launch.workers import Worker
 from slicewise.train import preflight as probe
@@ -148,6 +147,15 @@ def test_an_object_store_without_its_library_is_a_problem_and_no_crash(monkeypat
     assert said[0]["checkpoint"] == "cannot be checked without fsspec; install it on the workers"
 
 
-def test_an_unknown_chip_is_refused_at_once():
-    with pytest.raises(UserError, match="v5q"):
-        preflight.chips.load("v5q")
+@pytest.mark.parametrize(
+    ("expected", "message"),
+    [
+        (Expectations(chip="v5q"), "v5q"),
+        (Expectations(devices=0), "--devices 0: expected 1 or more"),
+        (Expectations(min_free_bytes=-1e9), "--min-free -1: expected 0 GB or more"),
+        (Expectations(min_free_bytes=float("nan")), "--min-free nan"),
+    ],
+)
+def test_expectations_that_nothing_can_meet_are_refused_at_once(expected, message):
+    with pytest.raises(UserError, match=message):
+        expected.check()

@@ -11,6 +11,7 @@ from importlib import resources
 from typing import Any
 
 from slicewise.catalog import chips
+from slicewise.errors import UserError
 from slicewise.launch.output import LineReader
 from slicewise.launch.runner.fleet import Fleet, Start
 from slicewise.launch.runner.members import Member, State, names
@@ -32,6 +33,15 @@ class Expectations:
     checkpoint: str | None = None
     min_free_bytes: float = 5e9
     python: str = "python3"
+
+    def check(self) -> None:
+        """Raises UserError for an unknown chip, or numbers that no worker can have."""
+        if self.chip is not None and not chips.load(self.chip).jax_device_kinds:
+            raise UserError(f"--chip {self.chip}: it is not known what JAX calls it. Leave --chip out.")
+        if self.devices is not None and self.devices < 1:
+            raise UserError(f"--devices {self.devices}: expected 1 or more.")
+        if not self.min_free_bytes >= 0:
+            raise UserError(f"--min-free {self.min_free_bytes / 1e9:g}: expected 0 GB or more.")
 
 
 @dataclass(frozen=True)
@@ -87,9 +97,7 @@ class _Ears:
 async def check(
     fleet: Fleet, expected: Expectations, environment: Callable[[Member], Mapping[str, str]], directory: str
 ) -> Report:
-    """Runs slicewise.train.preflight on every worker, and judges. Raises UserError for a chip that is unknown."""
-    if expected.chip is not None:
-        chips.load(expected.chip)
+    """Runs slicewise.train.preflight on every worker, and judges."""
     for _ in range(_EXCHANGES):
         for member in fleet.members:
             if member.link:

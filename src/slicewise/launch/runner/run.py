@@ -78,6 +78,8 @@ def run(options: Options, console: "Console") -> int:
 
     Raises UserError when nothing could be started.
     """
+    if options.preflight:
+        options.preflight.check()
     workers = workers_of(options.target)
     shown = parse_show(options.show, workers)
     tree = read_tree(options.tree) if options.tree else None
@@ -111,10 +113,14 @@ def _allow_files(workers: int) -> None:
 
 
 def _log_folder(logs: Path, run_id: str) -> Path:
-    """A folder of this run, in one that git ignores: logs are not to be shipped. Raises UserError."""
+    """A folder of this run. One that is made for logs is ignored by git: they are not to be shipped.
+
+    Raises UserError.
+    """
     try:
+        made = not logs.exists()
         (logs / run_id).mkdir(parents=True)
-        if not (logs / ".gitignore").exists():
+        if made:
             (logs / ".gitignore").write_text("*\n")
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}.", code=ExitCode.INTERNAL) from error
