@@ -92,9 +92,7 @@ def run_trainer(
                     if trainer.code is None:
                         with contextlib.suppress(StorageError):
                             look(trainer)
-    except StorageError:
-        raise
-    except UserError as error:
+    except UserError as error:  # before the trainer began
         say(f"slicewise: {error}")
         return Ended(error.code, time.time(), str(error))
     return Ended(trainer.code, trainer.ended, trainer.message, trainer.asked is not None)

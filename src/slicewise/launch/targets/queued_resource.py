@@ -36,6 +36,8 @@ PASSING = (
     ExitCode.TIMEOUT,
 )
 PYTHON_VERSION = "3.12"
+IDLE_MARGIN_S = 300.0  # beyond what agents wait before they act, after which they cannot be there any more
+MAX_RESETS = 2  # in a row without any progress; then the slices are asked for anew
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,12 @@ def startup_script(job_root: str, submission: str, *, python: str = "", package:
             "done",
         ]
     agent = f'"$PYTHON" -m slicewise.launch.agent --job {shlex.quote(job_root)} --submission {submission}'
+    stopped = 128 + signal.SIGTERM
     lines += [
         "for try in 1 2 3 4 5; do",
         f"  {agent}",
         "  code=$?",
-        f"  if [ $code != {ExitCode.INTERNAL} ] && [ $code != {128 + signal.SIGSEGV} ]; then break; fi",
+        f"  if [ $code != {ExitCode.INTERNAL} ] && [ $code -lt 128 ] || [ $code = {stopped} ]; then break; fi",
         "  sleep 10",
         "done",
         "exit $code",
@@ -143,6 +146,9 @@ class _Supervisor:
         self.asked_again = 0  # times, for new slices, and of these in a row without getting any:
         self.in_vain = 0
         self.cancelled_s: float | None = None
+        self.seen: tuple[Any, ...] = ()  # signs of life of the gang, and since when there is no new one:
+        self.seen_s = time.monotonic()
+        self.resets = 0
 
     def run(self) -> Ending:
         self.job.take_place(SUPERVISOR, {"token": self.token, "time": time.time()})
@@ -185,6 +191,38 @@ class _Supervisor:
             return self._finish(Fault.USER, ExitCode.NO_SLICES, (qr.advice(found) or "").split("\n")[0])
         if self.state in ("SUSPENDED", "FAILED") and not self.cancelled_s:
             return self._replace(found)
+        if self.state == "ACTIVE" and self._is_idle():
+            return self._wake(found)
+        self.seen_s = time.monotonic() if self.state != "ACTIVE" else self.seen_s
+        return None
+
+    def _is_idle(self) -> bool:
+        """Whether agents that look after everything else have themselves shown no sign of life for too long."""
+        claim = self.job.current()
+        signs: tuple[Any, ...] = ()
+        if claim:
+            signs = (
+                claim.attempt,
+                self.job.phase(claim)["phase"],
+                (self.job.progress(claim.attempt) or {}).get("step"),
+            )
+        if signs != self.seen:
+            self.resets = 0 if len(signs) > 2 and signs[2] else self.resets
+            self.seen, self.seen_s = signs, time.monotonic()
+        watch = self.spec.watch
+        limit_s = max(watch.start_timeout_s, watch.stall_timeout_s) + IDLE_MARGIN_S
+        return time.monotonic() - self.seen_s > limit_s
+
+    def _wake(self, found: Any) -> Ending | None:
+        """A frozen host, or one without its agent: restarting all machines starts all agents."""
+        self.say(f"{self.name}: no sign of life for {time.monotonic() - self.seen_s:.0f} s")
+        self.seen_s = time.monotonic()
+        if self.resets >= MAX_RESETS:
+            self.resets = 0
+            return self._replace(found)
+        self.resets += 1
+        qr.reset(self.client, self.name)
+        self.say(f"{self.name}: all its machines are restarted")
         return None
 
     def _find(self) -> Any:
