@@ -12,7 +12,7 @@ import pytest
 
 from slicewise.errors import ExitCode
 from slicewise.launch.job_folder import JobFolder, JobSpec
-from slicewise.launch.policy import Budgets, Fault, Tally
+from slicewise.launch.policy import Budgets, Fault, Tally, Watch
 
 pytestmark = pytest.mark.multiprocess
 
@@ -42,6 +42,7 @@ class Pods:
                 config="",
                 slices=2,
                 hosts_per_slice=1,
+                watch=Watch(failure_grace_s=0.4),
                 **more,
             )
         )
@@ -125,7 +126,7 @@ def test_the_job_is_not_done_before_all_of_its_pods_are(pods):
 def test_a_pod_left_over_from_an_earlier_restart_stops_its_trainer(pods):
     pods.submit("time.sleep(60 if attempt == 1 else 0)", budgets=Budgets(failures=0))
     old = [pods.start(slice_id) for slice_id in range(2)]
-    while pods.job.progress(1) is None:
+    while not all(b"step" in pods.job.log(1, place) for place in ("s0h0", "s1h0")):
         time.sleep(0.02)
     assert pods.run(restart=1) == [0, 0]
     for process in old:

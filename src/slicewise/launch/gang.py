@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from slicewise.errors import ExitCode
-from slicewise.launch.attempt import DONE_GRACE_S, FAILURE_GRACE_S
+from slicewise.launch.attempt import DONE_GRACE_S
 from slicewise.launch.environment import coordinator_port
 from slicewise.launch.job_folder import Claim, Ending, JobFolder, JobSpec, Report, Superseded, continued
 from slicewise.launch.leader import Ended, Verdict, judge
@@ -295,10 +295,10 @@ class Leader(Agent):
         try:
             own = super().attempt(claim, go)
         except Over as over:  # asked to stop by the platform, as the machine of the leader goes
-            self._end_all(claim, FAILURE_GRACE_S, signalled=True)
+            self._end_all(claim, self.spec.watch.failure_grace_s, signalled=True)
             raise over
         if own.code != ExitCode.DONE:
-            self._end_all(claim, FAILURE_GRACE_S)
+            self._end_all(claim, self.spec.watch.failure_grace_s)
         verdict = self._judge(claim, go)
         if self.cancelled and verdict.fault != Fault.NONE:
             code = ExitCode.PREEMPTED if self.saved else 128 + signal.SIGTERM
@@ -325,7 +325,7 @@ class Leader(Agent):
         elif _lost(reports, go) or any(
             end.code != ExitCode.DONE for end in self._ended(claim, go, reports).values()
         ):
-            self._end_all(claim, FAILURE_GRACE_S)
+            self._end_all(claim, self.spec.watch.failure_grace_s)
 
     def _end_all(self, claim: Claim, grace_s: float, *, signalled: bool = False) -> None:
         if self.over_by_s is None:

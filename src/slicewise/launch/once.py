@@ -4,7 +4,7 @@ import contextlib
 import time
 
 from slicewise.errors import ExitCode, UserError
-from slicewise.launch.attempt import DONE_GRACE_S, FAILURE_GRACE_S
+from slicewise.launch.attempt import DONE_GRACE_S
 from slicewise.launch.job_folder import (
     Claim,
     Ending,
@@ -23,7 +23,6 @@ from slicewise.launch.trainer import Trainer
 from slicewise.launch.worker import name_of, platform_environment, poll_interval_s, run_trainer, say
 
 TOKEN = "once"  # of reports: the attempt's number says enough
-CAUSE_WAIT_S = 5.0  # for the report of the worker whose end was the cause of ours
 
 
 def run_once(job: JobFolder, spec: JobSpec, place: Place, generation: int, coordinator: str) -> int:
@@ -47,7 +46,7 @@ def run_once(job: JobFolder, spec: JobSpec, place: Place, generation: int, coord
     name = name_of(spec, place)
     with contextlib.suppress(StorageError):
         job.report(claim, Report(name, "ended", TOKEN), vars(report))
-    code = ended.code if ended.code in _OWN else _cause(job, claim, ended.code)
+    code = ended.code if ended.code in _OWN else _cause(job, spec, claim, ended.code)
     if name == spec.place(0) and spec.target != "slurm":  # whose batch script concludes
         with contextlib.suppress(StorageError):
             _note_end(job, spec, claim, code)
@@ -71,7 +70,7 @@ class _Look:
             trainer.cancel(self._spec.watch.stop_grace_s)
         elif not self.stopped and any(end.code for end in _ends(self._job, self._claim).values()):
             self.stopped = True
-            trainer.end_within(FAILURE_GRACE_S)
+            trainer.end_within(self._spec.watch.failure_grace_s)
 
 
 def _claim(job: JobFolder, spec: JobSpec, place: Place, generation: int) -> Claim:
@@ -116,16 +115,18 @@ def _ends(job: JobFolder, claim: Claim) -> dict[str, Ended]:
     return {report.place: Ended.from_json(job.reported(claim, report)) for report in found}
 
 
-def _cause(job: JobFolder, claim: Claim, code: int) -> int:
+def _cause(job: JobFolder, spec: JobSpec, claim: Claim, code: int) -> int:
     """The code of a worker whose end explains a failure here, once it has reported; else ``code``."""
-    end_s = time.monotonic() + CAUSE_WAIT_S
+    end_s = time.monotonic() + spec.watch.failure_grace_s + 2 * poll_interval_s(job)
     while True:
+        ends: dict[str, Ended] = {}
         with contextlib.suppress(StorageError):
-            for place, end in sorted(_ends(job, claim).items(), key=lambda item: item[1].ended):
+            ends = _ends(job, claim)
+            for place, end in sorted(ends.items(), key=lambda item: item[1].ended):
                 if end.code in (ExitCode.USER, ExitCode.RESTART, ExitCode.PREEMPTED):
                     say(f"a consequence of {place}: {end.message}")
                     return end.code
-        if time.monotonic() >= end_s:
+        if len(ends) == spec.workers or time.monotonic() >= end_s:
             return code
         time.sleep(poll_interval_s(job))
 

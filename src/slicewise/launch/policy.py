@@ -7,7 +7,7 @@ an end was is read off exit codes and the state of workers, never off the text o
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeInt, PositiveFloat
 
 from slicewise.config import Part
 from slicewise.errors import ExitCode
@@ -42,8 +42,10 @@ class Watch(Part):
     """Until the first step: waiting for peers, restoring, compiling."""
     stall_timeout_s: PositiveFloat = 600.0
     """From any sign of progress to the next."""
-    stop_grace_s: PositiveFloat = Field(60.0)
+    stop_grace_s: PositiveFloat = 60.0
     """From a request to stop until a trainer is killed."""
+    failure_grace_s: PositiveFloat = 3.0
+    """From a failure until the others of its gang are killed: most can only hang or abort."""
 
 
 @dataclass(frozen=True)

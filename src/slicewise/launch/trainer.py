@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from slicewise.errors import ExitCode
-from slicewise.launch.attempt import FAILURE_GRACE_S
 from slicewise.launch.policy import Watch
 from slicewise.launch.processes import Asked, Child, Command, Exited, Gang, Happening, Lines, Reported
 from slicewise.launch.watchdog import Watchdog
@@ -106,7 +105,7 @@ class Trainer:
             self.message = self._watchdog.reason()
             self._say(f"{self.message}: its stacks are in its log")
             self._gang.dump_stacks()
-            self.end_within(FAILURE_GRACE_S)
+            self.end_within(self._watch.failure_grace_s)
 
     def _handle(self, happening: Happening) -> None:
         match happening:

@@ -53,6 +53,8 @@ class Place:
             cpu_devices=1,
             **more,
         )
+        watch = spec.watch.model_copy(update={"failure_grace_s": 0.4})
+        spec = spec.model_copy(update={"watch": watch})
         self.job.submit(spec)
         return spec
 

@@ -263,6 +263,7 @@ def submit(cluster, tmp_path, monkeypatch):
     def start(body, **more):
         trainer = tmp_path / "trainer.py"
         trainer.write_text(TRAINER + textwrap.dedent(body))
+        more.setdefault("watch", Watch(failure_grace_s=0.4))
         spec = spec_of(command=(str(trainer),), slices=2, hosts_per_slice=1, **more)
         root = str(tmp_path / "run" / "job")
         JobFolder(root).submit(spec)

@@ -154,7 +154,7 @@ def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -
         attempt = _run(
             commands,
             console,
-            failure_grace_s=FAILURE_GRACE_S,
+            failure_grace_s=spec.watch.failure_grace_s,
             stop_grace_s=spec.watch.stop_grace_s,
             watchdog=Watchdog(spec.watch, shape.processes),
             supervision=supervision,
