@@ -186,7 +186,7 @@ def test_a_stale_agent_that_wakes_up_stops_its_trainer(gang, place):
         os.kill(pid, signal.SIGCONT)
     assert first[place].wait(20) == ExitCode.DONE
     assert not os.path.exists(f"/proc/{trainer}")
-    assert "another agent has taken the place" in gang.log(place)
+    assert "another one has taken the place" in gang.log(place)
     (gang.folder / "go").write_text("")
     assert sorted(gang.codes()) == [0, 0, 0]
     assert gang.job.result(SUBMISSION).attempt == 2
@@ -222,6 +222,17 @@ def test_a_cancelled_job_saves_everywhere_and_agents_end(gang):
     gang.job.ask_to_cancel(SUBMISSION)
     assert gang.codes() == [ExitCode.PREEMPTED] * 2, gang.log(0)
     assert gang.job.result(SUBMISSION).state == "cancelled"
+
+
+@multiprocess
+def test_agents_stop_when_the_folder_of_the_job_is_deleted(gang):
+    gang.submit("time.sleep(60)")
+    gang.start_all()
+    eventually(lambda: gang.job.progress(1) and b"step" in gang.job.log(1, "s1h0"))
+    (gang.folder / "run").rename(gang.folder / "away")
+    assert gang.codes() == [ExitCode.DONE] * 2
+    assert "is gone" in gang.log(0)
+    assert "is gone" in gang.log(1)
 
 
 @multiprocess

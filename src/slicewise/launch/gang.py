@@ -101,9 +101,7 @@ class Agent:
 
     def check(self) -> None:
         """Raises Over when the job has ended, Superseded when another agent has this place."""
-        holder = self.job.place_holder(self.name)
-        if holder is not None and holder.get("token") != self.token:
-            raise Superseded(f"another agent has taken the place {self.name}")
+        self.job.check_place(self.name, self.token)
         if result := self.job.result(self.spec.submission):
             raise Over(result.code)
 
@@ -172,11 +170,12 @@ class Agent:
 
     def _fence(self, claim: Claim, trainer: Trainer, state: "_Look") -> None:
         """A stale trainer must not go on writing."""
-        holder = self.job.place_holder(self.name)
-        if holder is not None and holder.get("token") != self.token:
-            state.superseded = f"another agent has taken the place {self.name}"
-        elif not self.job.is_current(claim):
-            state.overtaken = state.stopped = True
+        try:
+            self.job.check_place(self.name, self.token)
+            state.overtaken = not self.job.is_current(claim)
+            state.stopped = state.stopped or state.overtaken
+        except Superseded as newer:
+            state.superseded = str(newer)
         if state.superseded or state.overtaken:
             trainer.end_within(0)
 

@@ -236,6 +236,14 @@ class JobFolder:
     def place_holder(self, place: str) -> dict[str, Any] | None:
         return read_json(self.folder, f"roster/{place}.json")
 
+    def check_place(self, place: str, token: str) -> None:
+        """Raises Superseded when another has taken ``place``, or the folder was deleted."""
+        holder = self.place_holder(place)
+        if holder is None:
+            raise Superseded(f"the folder {self.root} is gone")
+        if holder.get("token") != token:
+            raise Superseded(f"another one has taken the place {place}")
+
     # ------------------------------------------------------------ the end
 
     def finish(self, ending: Ending) -> None:

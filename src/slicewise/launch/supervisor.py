@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
         job = JobFolder(arguments[0])
         return _supervise(job, job.spec(), console, say).code
     except Superseded as newer:
-        say(f"{newer}: another supervisor goes on with the job")
+        say(f"{newer}: this supervisor stops")
         return ExitCode.DONE
     except UserError as error:
         say(f"slicewise: {error}")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -85,6 +86,12 @@ class Cloud:
         records = map(json.loads, lines)
         return {record["step"]: record["loss"] for record in records if "loss" in record}
 
+    def end_supervisors(self):
+        """Of jobs that a failed test has left."""
+        for path in (self.folder / "state" / "slicewise" / "jobs").glob("*.json"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(json.loads(path.read_text())["supervisor"], signal.SIGKILL)
+
     def queued_resources(self):
         return emulator.control(self.state, "status")["queued_resources"]
 
@@ -99,7 +106,10 @@ def cloud(tmp_path_factory):
     made = Cloud(folder, cache)
     with emulator_environment(made.environment), emulator.started(made.emulator) as state:
         made.state = state
-        yield made
+        try:
+            yield made
+        finally:
+            made.end_supervisors()
 
 
 @contextlib.contextmanager

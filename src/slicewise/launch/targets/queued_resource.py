@@ -17,7 +17,7 @@ from typing import Any
 import slicewise
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch import queued_resources as qr
-from slicewise.launch.job_folder import Ending, JobFolder, JobSpec, Superseded
+from slicewise.launch.job_folder import Ending, JobFolder, JobSpec
 from slicewise.launch.policy import Fault
 from slicewise.launch.storage import StorageError, read_json, write_json
 
@@ -174,9 +174,7 @@ class _Supervisor:
 
     def _look(self) -> Ending | None:
         """One look at the job and its slices, and what follows. An ending when the job is over."""
-        holder = self.job.place_holder(SUPERVISOR)
-        if holder is not None and holder.get("token") != self.token:
-            raise Superseded("another supervisor has taken over")
+        self.job.check_place(SUPERVISOR, self.token)
         if result := self.job.result(self.spec.submission):
             return result
         if self.job.is_cancelled(self.spec.submission) and (ending := self._cancel()):
