@@ -22,7 +22,8 @@ def test_layers_and_forbidden_imports():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["config", "steps=3"], ["train", "--help"], ["train", "stepz=3"]]
+    "arguments",
+    [["--help"], ["config", "steps=3"], ["train", "--help"], ["train", "stepz=3"], ["job", "list"]],
 )
 def test_what_needs_no_device_imports_no_jax(arguments):
     script = (
