@@ -1,5 +1,7 @@
 """Every test sees eight CPU devices; the variables must be set before JAX is imported."""
 
+import functools
+import json
 import os
 import subprocess
 import sys
@@ -59,3 +61,43 @@ class SlicewiseCommand:
 @pytest.fixture(scope="session")
 def command(tmp_path_factory):
     return SlicewiseCommand(tmp_path_factory.mktemp("compiled"))
+
+
+DUMPS = Path(__file__).parent / "compile" / "dumps"
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """name -> what the compiler left of a small step: made by scripts/make_compiled_dumps.py."""
+    from slicewise.catalog import slices
+    from slicewise.compile.compiler import Compiled, Request
+    from slicewise.config import load_config
+
+    def load(name):
+        asked = json.loads((DUMPS / name / "request.json").read_text())
+        config = load_config(None, asked["overrides"]).config
+        request = Request(config, slices.cluster(asked["slice"], asked["slices"]), asked["program"])
+        facts = json.loads((DUMPS / name / "facts.json").read_text())
+        return Compiled(request, DUMPS / name, facts, True)
+
+    return functools.cache(load)
+
+
+@pytest.fixture(scope="session")
+def compiled_step(compiled):
+    """name -> the same step, read."""
+    from slicewise.compile.analysis import analyse
+
+    return functools.cache(lambda name: analyse(compiled(name)))
+
+
+@pytest.fixture(scope="session")
+def _programs(tmp_path_factory):
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture
+def program_cache(_programs, monkeypatch):
+    """Compiled programs of the whole session, apart from the user's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(_programs))
+    return _programs / "slicewise" / "programs"

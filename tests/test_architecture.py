@@ -23,7 +23,14 @@ def test_layers_and_forbidden_imports():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["config", "steps=3"], ["train", "--help"], ["train", "stepz=3"], ["job", "list"]],
+    [
+        ["--help"],
+        ["config", "steps=3"],
+        ["train", "--help"],
+        ["train", "stepz=3"],
+        ["job", "list"],
+        ["compile", "--chip", "h100", "--topology", "8"],
+    ],
 )
 def test_what_needs_no_device_imports_no_jax(arguments):
     script = (

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 
 from slicewise import __version__
-from slicewise.cli import bench, emulator, flags, job, plan, plan_more, qr, roofline, run, train
+from slicewise.cli import bench, compile, emulator, flags, job, plan, plan_more, qr, roofline, run, train
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import ExitCode, UserError
 
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = Verbs(parser.add_subparsers(required=True, metavar="VERB"))
     train.register(verbs)
     plan.register(verbs)
+    compile.register(verbs)
     plan_more.register(verbs)
     roofline.register(verbs)
     bench.register(verbs)

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def register(verbs: Verbs) -> None:
     sub = verbs.add("train", _train, "train a model on the devices of this job, or on an emulated cluster")
-    _takes_config(sub)
+    takes_config(sub)
     local = "emulate a cluster here: slices x hosts per slice x devices per host, such as 2x2x2"
     sub.add_argument("--local", metavar="SxHxD", help=local)
 
     sub = verbs.add("config", _config, "print the resolved config, with where each value came from")
-    _takes_config(sub)
+    takes_config(sub)
     sub.add_argument("--local", metavar="SxHxD", help="fill in the -1 of parallelism keys for such a cluster")
 
     sub = verbs.add("generate", _generate, "continue a prompt with a trained model")
@@ -38,12 +38,12 @@ def register(verbs: Verbs) -> None:
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="replace a key of the run's config")
 
 
-def _takes_config(parser: argparse.ArgumentParser) -> None:
+def takes_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", metavar="RUN.toml", help="config file (default: all defaults)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a key of the config")
 
 
-def _load(arguments: argparse.Namespace) -> "LoadedConfig":
+def load(arguments: argparse.Namespace) -> "LoadedConfig":
     from slicewise.config import load_config
 
     path, overrides = arguments.config, list(arguments.overrides)
@@ -53,7 +53,7 @@ def _load(arguments: argparse.Namespace) -> "LoadedConfig":
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    config = _load(arguments).config
+    config = load(arguments).config
     if arguments.local:
         return _train_locally(arguments, config)
     from slicewise.train.progress import dump_stacks_when_asked
@@ -88,7 +88,7 @@ def _config(arguments: argparse.Namespace) -> None:
     from slicewise.config import describe
     from slicewise.launch.targets.local import parse_shape
 
-    loaded = _load(arguments)
+    loaded = load(arguments)
     degrees = _degrees(loaded.config, parse_shape(arguments.local)) if arguments.local else None
     section = ""
     for row in describe(loaded, degrees):

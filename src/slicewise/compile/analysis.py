@@ -1,6 +1,5 @@
 """From what the compiler left to what a person asks: does it fit, how long is a step, where does the time go."""
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from slicewise.compile import hlo
 from slicewise.compile.collectives import Layout
 from slicewise.compile.compiler import Compiled, Request
 from slicewise.compile.memory import Memory, memory_of
-from slicewise.compile.places import part_of, pass_of
+from slicewise.compile.places import places
 from slicewise.compile.schedule import COPY, HOST, SPARSECORE, Replay, Totals, replay
 from slicewise.compile.work import Describer
 from slicewise.costs.device import Device, device_of
@@ -44,6 +43,7 @@ class CompiledStep:
     estimate: StepEstimate
     memory: Memory
     module: hlo.Module
+    places: Mapping[str, tuple[str, str]]  # of every instruction, by name: (part of the model, pass)
     replay: Replay
     seconds: Mapping[tuple[str, str], float]  # of the core, by (part of the model, pass)
     communication: tuple[Communication, ...]  # the longest first
@@ -76,19 +76,19 @@ def analyse(compiled: Compiled) -> CompiledStep:
     memory = memory_of(
         module, compiled.text("buffers.txt"), compiled.text("live_ranges.txt"), device.hbm_bytes
     )
-    instructions = {i.name: i for c in module.computations.values() for i in c.instructions.values()}
-    where = functools.cache(lambda name: (part_of(module, instructions[name]), pass_of(instructions[name])))
+    where = places(module, request.program)
     seconds: dict[tuple[str, str], float] = {}
     flops: dict[str, float] = {}
     for (_, name), spent in played.totals.seconds.items():
-        seconds[where(name)] = seconds.get(where(name), 0.0) + spent
+        seconds[where[name]] = seconds.get(where[name], 0.0) + spent
     for name, done in played.totals.flops.items():
-        flops[where(name)[1]] = flops.get(where(name)[1], 0.0) + done
+        flops[where[name][1]] = flops.get(where[name][1], 0.0) + done
     return CompiledStep(
         request=request,
         estimate=_estimate(request, device, played, memory, where),
         memory=memory,
         module=module,
+        places=where,
         replay=played,
         seconds=seconds,
         communication=_communication(played.totals),
@@ -111,14 +111,20 @@ def _communication(totals: Totals) -> tuple[Communication, ...]:
     return tuple(sorted(rows, key=lambda c: -c.seconds))
 
 
-def _estimate(request: Request, device: Device, played: Replay, memory: Memory, where) -> StepEstimate:
+def _estimate(
+    request: Request,
+    device: Device,
+    played: Replay,
+    memory: Memory,
+    where: Mapping[str, tuple[str, str]],
+) -> StepEstimate:
     config, cluster, totals = request.config, request.cluster, played.totals
     shape = model_shape(load_spec(config.model.model))
     seq, batch = config.data.sequence_length, config.data.global_batch_size
-    tokens = batch if request.program == "decode" else batch * seq
+    tokens = {"decode": batch, "init": 0}.get(request.program, batch * seq)
     compute: dict[str, float] = {}
     for (kind, name), spent in totals.seconds.items():
-        named = _compute_name(kind, *where(name))
+        named = _compute_name(kind, *where[name])
         compute[named] = compute.get(named, 0.0) + spent
     axes = [a for a in totals.communication if a not in _WAITS]
     share = 1.0 if request.program == "update" else 1 / 3  # without a backward pass

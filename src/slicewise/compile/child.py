@@ -60,7 +60,9 @@ def compile_program(request: dict[str, Any], directory: Path) -> None:
         "mesh": dict(mesh.shape),
         "devices": [place(device) for device in mesh.devices.flat],
     }
-    (directory / "facts.json").write_text(json.dumps(facts))
+    part = directory / "facts.json.part"
+    part.write_text(json.dumps(facts))
+    part.replace(directory / "facts.json")  # the process that watches must not read half of it
     compiled = lowered.compile()
     if request["serialize"]:
         (directory / "executable").write_bytes(serialized(compiled))

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slicewise.catalog.slices import Cluster
-from slicewise.config import RunConfig
+from slicewise.config import RunConfig, resolve_degrees
 from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 
 Depth = Literal["schedule", "full"]
 POLL_S = 0.05
+# How the compiler calls the chips; two devices of TPU7x share a chip whatever is asked for.
+COMPILER_NAMES = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x"}
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",  # the compiler needs no device, and must not wait for one
     "TPU_SKIP_MDS_QUERY": "1",
@@ -35,7 +37,8 @@ SETTINGS = {
 }
 DUMPS = "--xla_dump_hlo_as_text --xla_dump_compact_gte=false"
 # What decides a program besides the config: a change of any of it is another program.
-SOURCES = ("model", "kernels", "parallel", "compile", "train", "catalog")
+SOURCES = ("model", "kernels", "parallel", "train", "catalog")
+COMPILING = ("child.py", "compiler.py", "programs.py", "target.py")  # the rest here only reads
 PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "tokamax", "qwix")  # those that are installed
 IRRELEVANT = (
     "run",
@@ -114,8 +117,7 @@ def compile_request(
     Raises UserError when the compiler is absent, refuses the program, crashes, or passes a limit; its log's path is in
     the message.
     """
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError("the TPU compiler is not installed: pip install 'slicewise[compile]'.")
+    _check(request)
     kept = cache_directory() / request.key
     if (kept / "facts.json").exists():
         return Compiled(request, kept, json.loads((kept / "facts.json").read_text()), True)
@@ -138,6 +140,25 @@ def compile_request(
     return Compiled(request, kept, json.loads((kept / "facts.json").read_text()), False)
 
 
+def _check(request: Request) -> None:
+    """Refuses, before anything is started, what the process that compiles would refuse."""
+    cluster = request.cluster
+    compiler_name(cluster)
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError("the TPU compiler is not installed: pip install 'slicewise[compile]'.")
+    resolve_degrees(request.config, num_slices=cluster.num_slices, devices_per_slice=cluster.slice.devices)
+
+
+def compiler_name(cluster: Cluster) -> str:
+    """The topology's name for the compiler, such as v5p:4x4x8. Raises UserError for a chip that it has no target of."""
+    name = COMPILER_NAMES.get(cluster.chip.name)
+    if name is None:
+        raise UserError(
+            f"no compiler here makes programs for {cluster.chip.name}; choose one of {', '.join(COMPILER_NAMES)}."
+        )
+    return f"{name}:{'x'.join(map(str, cluster.slice.topology))}"
+
+
 def cache_directory() -> Path:
     """Where compiled programs are kept: $XDG_CACHE_HOME/slicewise/programs, by default under ~/.cache."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -153,9 +174,11 @@ def _versions() -> dict[str, str]:
 def _source_digest() -> str:
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
+    paths = [Path(__file__).with_name(name) for name in COMPILING]
     for folder in SOURCES:
-        for path in sorted((root / folder).rglob("*.py")) + sorted((root / folder).rglob("*.toml")):
-            digest.update(path.read_bytes())
+        paths += sorted((root / folder).rglob("*.py")) + sorted((root / folder).rglob("*.toml"))
+    for path in paths:
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -256,6 +256,9 @@ def _tables(head: str) -> tuple[dict[int, Frame], dict[int, tuple[int, int]]]:
             )
         elif section == "StackFrames" and (found := _FRAME.match(line)):
             stack[int(found[1])] = int(found[2]), int(found[3])
+    if any(frame == parent for frame, (_, parent) in stack.items()):
+        # The compiler prints the parent's number plus one, so that one stands for none.
+        stack = {frame: (location, parent - 1) for frame, (location, parent) in stack.items()}
     return locations, stack
 
 

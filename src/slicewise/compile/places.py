@@ -1,8 +1,10 @@
 """Where an instruction of a compiled program comes from: the pass, the part of the model, the line of our source."""
 
 import functools
+from collections import Counter
+from collections.abc import Mapping
 
-from slicewise.compile.hlo import Frame, Instruction, Module
+from slicewise.compile.hlo import Computation, Frame, Instruction, Module
 
 ROOT = "/slicewise/"
 PASSES = ("forward", "backward", "recomputed", "update")
@@ -29,9 +31,44 @@ def origin(module: Module, i: Instruction | None) -> tuple[str, str]:
     """(op_name, file:line of our own code that made it, without plumbing where possible)."""
     if i is None:
         return "", ""
+    i = _telling(module, i)
     own = _own(module, i.frame)
     said = next((f for f in own if not f.file.startswith(_PLUMBING)), own[0] if own else None)
     return i.op_name, f"{said.file}:{said.line}" if said else ""
+
+
+def places(module: Module, program: str) -> Mapping[str, tuple[str, str]]:
+    """(part of the model, pass) of every instruction of ``program``, by name.
+
+    What says nothing of itself, as copies that the compiler added, belongs to the pass of its loop, and so do constants
+    that the compiler made within one. Only a training step has passes.
+    """
+    found = {}
+    for computation in module.computations.values():
+        usual = usual_pass(computation) if computation is not module.entry else "update"
+        for i in computation.instructions.values():
+            told = _telling(module, i)
+            of_pass = pass_of(told)
+            if program != "update":
+                of_pass = "forward"
+            elif of_pass == "update":
+                of_pass = usual
+            found[i.name] = part_of(module, told, of_pass), of_pass
+    return found
+
+
+def usual_pass(computation: Computation) -> str:
+    """That of most instructions that say it."""
+    said = Counter(pass_of(i) for i in computation.instructions.values() if i.op_name)
+    return said.most_common(1)[0][0] if said else "update"
+
+
+def _telling(module: Module, i: Instruction) -> Instruction:
+    """``i``, or where it says nothing of itself the last instruction within it that does."""
+    if i.op_name or i.opcode != "fusion":
+        return i
+    inner = module.computations[i.called[0]].instructions.values()
+    return next((j for j in reversed(list(inner)) if j.op_name), i)
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -52,9 +89,9 @@ def pass_of(i: Instruction) -> str:
     return "forward" if "jvp(" in name else "update"
 
 
-def part_of(module: Module, i: Instruction) -> str:
+def part_of(module: Module, i: Instruction, of_pass: str) -> str:
     """attention, mlp, experts, output, embedding, optimizer, or layer for norms, residuals and what has no line."""
-    if pass_of(i) == "update":
+    if of_pass == "update":
         return "optimizer"
     for line in _own(module, i.frame):
         for file, function, part in _PARTS:

@@ -6,20 +6,8 @@ import jax
 from jax.experimental import topologies
 
 from slicewise.catalog.slices import Cluster
+from slicewise.compile.compiler import compiler_name
 from slicewise.errors import UserError
-
-# How the compiler calls the chips; two devices of TPU7x share a chip whatever is asked for.
-COMPILER_NAMES = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x"}
-
-
-def compiler_name(cluster: Cluster) -> str:
-    """The topology's name for the compiler, such as v5p:4x4x8. Raises UserError for a chip that it has no target of."""
-    name = COMPILER_NAMES.get(cluster.chip.name)
-    if name is None:
-        raise UserError(
-            f"no compiler here makes programs for {cluster.chip.name}; choose one of {', '.join(COMPILER_NAMES)}."
-        )
-    return f"{name}:{'x'.join(map(str, cluster.slice.topology))}"
 
 
 def absent_devices(cluster: Cluster) -> list[Any]:

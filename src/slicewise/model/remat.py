@@ -26,7 +26,8 @@ def named(x: jax.Array, tensor: str) -> jax.Array:
     assert plain_name(tensor) in TENSORS, tensor
     if x.ndim == 3:
         x = with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2)))
-    return checkpoint_name(x, tensor)
+    with jax.named_scope(tensor):  # so that a compiled program says which tensors it keeps
+        return checkpoint_name(x, tensor)
 
 
 def checkpoint_policy(policy: RematPolicy) -> Callable[..., Any]:

@@ -113,13 +113,18 @@ def _step_colors(keys: Sequence[str]) -> list[str]:
 
 
 def memory_waterfall(
-    parts: Mapping[str, float], limit_bytes: float, usable_bytes: float, *, of: str = "device"
+    parts: Mapping[str, float], limit_bytes: float, usable_bytes: float | None, *, of: str = "device"
 ) -> Figure:
-    """Bytes of one device (or chip) added up to what is in use, against what a program can have; in GiB."""
+    """Bytes of one device (or chip) added up to what is in use, against what a program can have; in GiB.
+
+    ``usable_bytes`` is what a plan goes up to, None where nothing is planned.
+    """
     named = {name: value / GIB for name, value in parts.items() if value > 0}
-    total, limit, usable = sum(named.values()), limit_bytes / GIB, usable_bytes / GIB
+    total, limit = sum(named.values()), limit_bytes / GIB
+    usable = limit if usable_bytes is None else usable_bytes / GIB
     values = [*named.values(), total]
     fits = total <= usable
+    planned = [] if usable_bytes is None else [usable]
     return {
         "data": [
             {
@@ -141,21 +146,21 @@ def memory_waterfall(
             showlegend=False,
             yaxis={"title": f"GiB a {of}", "range": [0, 1.12 * max(total, limit)]},
             xaxis={"gridcolor": "rgba(0,0,0,0)"},
-            shapes=[_level(limit, "solid"), _level(usable, "dot")],
+            shapes=[level(limit, "solid"), *(level(y, "dot") for y in planned)],
             annotations=[
-                _level_note(limit, f"a program can have {limit:.1f}", "bottom"),
-                _level_note(usable, f"planned to {usable:.1f}", "top"),
+                level_note(limit, f"a program can have {limit:.1f}", "bottom"),
+                *(level_note(y, f"planned to {y:.1f}", "top") for y in planned),
             ],
         ),
     }
 
 
-def _level(y: float, dash: str) -> dict[str, Any]:
+def level(y: float, dash: str) -> dict[str, Any]:
     line = {"color": "@muted", "width": 1.5, "dash": dash}
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line}
 
 
-def _level_note(y: float, text: str, anchor: str) -> dict[str, Any]:
+def level_note(y: float, text: str, anchor: str) -> dict[str, Any]:
     return {
         "xref": "paper", "x": 0, "xanchor": "left", "y": y, "yanchor": anchor, "text": text,
         "showarrow": False, "font": {"size": 12, "color": "@muted"},

@@ -1,0 +1,204 @@
+"""slicewise compile as a user runs it: one small step is really compiled. Total time: fifteen seconds of one core."""
+
+import contextlib
+import gzip
+import importlib.util
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from slicewise import cli
+from slicewise.errors import UserError
+
+TINY = ["compile", "model=demo-tiny", "sequence_length=256", "global_batch_size=8"]
+HERE = ["--chip", "v5e", "--topology", "2x2"]
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="no TPU compiler here: pip install 'slicewise[compile]'",
+)
+
+
+@pytest.fixture
+def refused(capsys, program_cache):
+    """Runs a command that must fail and gives its code and its one line."""
+
+    def run(*arguments):
+        code = cli.main([*TINY, *arguments])
+        said = capsys.readouterr()
+        assert said.out == ""
+        (line,) = said.err.splitlines()
+        return code, line.removeprefix("slicewise: ")
+
+    return run
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@needs_compiler
+def test_a_step_is_compiled_once_told_and_written(capsys, program_cache, tmp_path):
+    trace, page = tmp_path / "plugins/profile/run/step.json.gz", tmp_path / "step.html"
+    assert cli.main([*TINY, *HERE, "--trace", str(trace), "--html", str(page)]) == 0
+    said = capsys.readouterr()
+    assert "demo-tiny on 1 x v5e 2x2 (4 chips): a training step, 2,048 tokens" in said.out
+    assert "It fits: " in said.out
+    assert "Compiling took " in said.out
+    assert said.err == f"wrote {trace}\nwrote {page}\n"
+    assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert "Predicted timeline" in page.read_text()
+
+    start = time.process_time()
+    assert cli.main([*TINY, *HERE, "--json"]) == 0
+    assert time.process_time() - start < 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["compiling"]["from_cache"]
+    assert found["depth"] == "schedule"
+    assert {r["part"] for r in found["seconds"]} >= {"attention", "mlp", "output", "optimizer"}
+    assert all(b["source"] or b["op_name"] for b in found["memory"]["largest"])
+
+
+@pytest.fixture
+def kept(monkeypatch, compiled):
+    """Takes what the compiler left of a small step for whatever is asked."""
+
+    def take(name):
+        monkeypatch.setattr("slicewise.compile.compiler.compile_request", lambda *_, **__: compiled(name))
+
+    return take
+
+
+def test_what_does_not_fit_is_the_users_to_mend(kept, capsys):
+    kept("too_large_v5e")
+    assert cli.main([*TINY, *HERE]) == 2
+    assert "It does not fit: " in capsys.readouterr().out
+    assert cli.main([*TINY, *HERE, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_other_programs_are_shown_without_a_plan(kept, capsys):
+    kept("tiny_v5e_decode")
+    assert cli.main([*TINY, *HERE, "--program", "decode"]) == 0
+    out = capsys.readouterr().out
+    assert "a decode step, 8 tokens" in out
+    assert "The planner prices training steps, and no decode." in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--chip", "v5e", "--topology", "2x3"], ["v5e has no 2x3 slice", "nearest"]),
+        (["--chip", "h100", "--topology", "8"], ["no compiler here makes programs for h100", "v5p"]),
+        (["--chip", "v3", "--topology", "4x4"], ["no compiler here makes programs for v3"]),
+        (["--chip", "v5q", "--topology", "4x4"], ["v5q", "Did you mean"]),
+        ([*HERE, "--slices", "0"], ["--slices 0"]),
+        ([*HERE, "ici_fsdp_parallelism=3"], ["multiply to 3", "4 devices per slice"]),
+        ([*HERE, "--slices", "2", "dcn_data_parallelism=3"], ["multiply to 3", "2 slices"]),
+        ([*HERE, "--timeout", "soon"], ["--timeout soon", "30d"]),
+        ([*HERE, "--memory-limit", "much"], ["--memory-limit much", "2GiB"]),
+        ([*HERE, "--trace", "trace.txt"], ["--trace trace.txt", ".json.gz"]),
+        ([*HERE, "stepz=3"], ["unknown key 'stepz'"]),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_compiled(refused, monkeypatch, arguments, words):
+    monkeypatch.setattr("subprocess.Popen", None)
+    code, line = refused(*arguments)
+    assert code == 2
+    assert all(word in line for word in words), line
+
+
+def test_without_the_compiler_it_says_what_to_install(refused, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name == "libtpu" else found(name, *rest)
+    )
+    code, line = refused(*HERE)
+    assert code == 2
+    assert line == "the TPU compiler is not installed: pip install 'slicewise[compile]'."
+
+
+@pytest.mark.aot
+@needs_compiler
+def test_a_model_that_cannot_be_divided_is_refused_by_the_step_itself(refused):
+    code, line = refused(*HERE, "ici_tensor_parallelism=4")
+    assert code == 2
+    assert line.startswith("tensor parallelism 4 does not divide kv_heads = 2 of demo-tiny")
+
+
+def log_of(line):
+    """The log that a message names."""
+    return Path(line.partition("Its log: ")[2])
+
+
+@pytest.mark.aot
+@needs_compiler
+def test_a_compile_that_takes_too_long_is_stopped(refused):
+    code, line = refused(*HERE, "weight_decay=0.21", "--timeout", "0.1")
+    assert code == 1
+    assert line.startswith("the compiler was stopped: it took longer than 0.1 s. Its log: ")
+    assert log_of(line).exists()
+    assert not children()
+
+
+@pytest.mark.aot
+@needs_compiler
+def test_a_compile_that_takes_too_much_memory_is_stopped(refused):
+    code, line = refused(*HERE, "weight_decay=0.22", "--memory-limit", "20MB")
+    assert code == 1
+    assert line.startswith("the compiler was stopped: it used more than ")
+    assert log_of(line).exists()
+    assert not children()
+
+
+@pytest.mark.aot
+@needs_compiler
+def test_a_killed_compiler_is_a_crash_and_leaves_its_log(refused):
+    ended = threading.Event()
+
+    def kill():
+        while not ended.wait(0.02):
+            for pid in children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        code, line = refused(*HERE, "weight_decay=0.23")
+    finally:
+        ended.set()
+        killer.join()
+    assert code == 1
+    assert line.startswith("the compiler crashed (signal 9). Its log: ")
+    assert log_of(line).exists()
+
+
+def children():
+    """Compiling processes that this process started and has not reaped."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            with contextlib.suppress(OSError):
+                if b"slicewise.compile.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(int(pid))
+    return found
+
+
+def test_the_cache_that_cannot_be_made_is_the_environments_fault(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("slicewise.compile.compiler._check", lambda request: None)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cli.main([*TINY, *HERE]) == 1
+    assert "set XDG_CACHE_HOME to a place that can be written" in capsys.readouterr().err
+
+
+def test_the_page_without_plotly_says_what_to_install(kept, monkeypatch, tmp_path):
+    kept("tiny_v5e_decode")
+    monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
+    arguments = cli._parser().parse_args([*TINY, *HERE, "--html", str(tmp_path / "p.html")])
+    with pytest.raises(UserError, match=r"slicewise\[report\]"):
+        arguments.verb(arguments)
