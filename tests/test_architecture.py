@@ -28,6 +28,7 @@ def test_layers_and_forbidden_imports():
         ["config", "steps=3"],
         ["train", "--help"],
         ["train", "stepz=3"],
+        ["job", "list"],
         ["compile", "--chip", "h100", "--topology", "8"],
     ],
 )

@@ -11,8 +11,16 @@ class ExitCode(IntEnum):
     DONE = 0
     INTERNAL = 1  # a defect or a broken environment: neither the config nor the user's input is at fault
     USER = 2  # a config, argument or input file must change before another try can succeed
+    NOT_FOUND = 66  # what was named does not exist
+    UNAVAILABLE = 69  # a service failed or does not answer: try again later
+    CONFLICT = 73  # it exists already, or is being changed by somebody else
     RESTART = 75  # nothing is wrong with the job: start the whole gang again
     PREEMPTED = 76  # asked to stop; the state was saved first
+    DENIED = 77  # not logged in, or not allowed
+    RATE_LIMITED = 78  # too many requests
+    QUOTA = 79  # a quota is used up
+    NO_SLICES = 80  # the queued resource failed, or lost its slices
+    TIMEOUT = 124  # still waiting when the time was over
 
 
 class UserError(ValueError):

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 
 from slicewise import __version__
-from slicewise.cli import bench, compile, flags, plan, plan_more, roofline, train
+from slicewise.cli import bench, compile, emulator, flags, job, plan, plan_more, qr, roofline, run, train
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import ExitCode, UserError
 
@@ -82,4 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     roofline.register(verbs)
     bench.register(verbs)
     flags.register(verbs)
+    emulator.register(verbs)
+    job.register(verbs)
+    qr.register(verbs)
+    run.register(verbs)
     return parser

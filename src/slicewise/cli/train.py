@@ -56,6 +56,9 @@ def _train(arguments: argparse.Namespace) -> int:
     config = load(arguments).config
     if arguments.local:
         return _train_locally(arguments, config)
+    from slicewise.train.progress import dump_stacks_when_asked
+
+    dump_stacks_when_asked()  # before the slow imports, which may be where it is stuck
     from slicewise.train.loop import train
 
     train(config)

@@ -32,7 +32,7 @@ class Layout:
     mesh: dict[str, int]  # axis -> size, slowest first
     places: np.ndarray  # int [partitions, slice + coordinates + core]
 
-    def axes(self, group: Sequence[int]) -> tuple[str, ...]:
+    def axes(self, group: Sequence[int] | np.ndarray) -> tuple[str, ...]:
         """The mesh axes along which the partitions of ``group`` differ."""
         where = np.array(np.unravel_index(np.asarray(group), tuple(self.mesh.values())))
         return tuple(axis for axis, row in zip(self.mesh, where, strict=True) if len(set(row.tolist())) > 1)
@@ -152,7 +152,8 @@ def _permute(instruction: Instruction, operand_bytes: float, layout: Layout, dev
     """Bytes over the links of the busiest pair: one direction of each dim in which its ends differ."""
     pairs = re.findall(r"\{(\d+),(\d+)\}", instruction.attribute("source_target_pairs"))
     slice_ = layout.cluster.slice
-    worst, resources, crosses = 0.0, (), False
+    worst, crosses = 0.0, False
+    resources: tuple[str, ...] = ()
     for source, target in [(int(a), int(b)) for a, b in pairs if a != b][:64]:
         here, there = layout.places[source], layout.places[target]
         if here[0] != there[0]:

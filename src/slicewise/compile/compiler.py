@@ -68,6 +68,11 @@ class Request:
         return f"{self.cluster.chip.name}:{'x'.join(map(str, self.cluster.slice.topology))}"
 
     @property
+    def is_cached(self) -> bool:
+        """Whether compiling it takes no time."""
+        return (cache_directory() / self.key / "facts.json").exists()
+
+    @property
     def key(self) -> str:
         """Digest of everything that decides the outcome."""
         config = {k: v for k, v in self.config.model_dump().items() if k not in IRRELEVANT}

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 from slicewise.compile.collectives import OPS
 from slicewise.compile.hlo import HBM, Array, Computation, Instruction, Module, arrays
@@ -307,7 +308,7 @@ def _splash(computation: Computation, instruction: Instruction, device: Device) 
     return OpCost("attention", seconds / device.cores, useful, q.bytes * 4)
 
 
-def _kernel_settings(instruction: Instruction) -> Mapping[str, object]:
+def _kernel_settings(instruction: Instruction) -> Mapping[str, Any]:
     """What the kernel says of itself: tokamax puts its configuration beside the call."""
     found = re.search(r'"xprof_metadata":"(\{.*?\})"', instruction.attributes, re.DOTALL)
     if not found:

@@ -9,7 +9,6 @@ core waits is exposed.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from slicewise.compile.cost import OpCost
 from slicewise.compile.hlo import Computation, Instruction, Module, trip_count
 
 CORE, COPY, DCN, SPARSECORE = "core", "copies", "dcn", "sparsecore"
@@ -61,14 +60,18 @@ class Totals:
     host_bytes: float = 0.0
 
     def add(self, other: "Totals", times: int) -> None:
-        for mine, theirs in (
-            (self.seconds, other.seconds), (self.busy, other.busy), (self.communication, other.communication),
-            (self.communication_bytes, other.communication_bytes), (self.exposed, other.exposed),
-            (self.flops, other.flops),
-        ):  # fmt: skip
-            for key, value in theirs.items():
-                mine[key] = mine.get(key, 0.0) + times * value  # type: ignore[attr-defined]
+        _add(self.seconds, other.seconds, times)
+        _add(self.busy, other.busy, times)
+        _add(self.communication, other.communication, times)
+        _add(self.communication_bytes, other.communication_bytes, times)
+        _add(self.exposed, other.exposed, times)
+        _add(self.flops, other.flops, times)
         self.host_bytes += times * other.host_bytes
+
+
+def _add[K](mine: dict[K, float], theirs: Mapping[K, float], times: int) -> None:
+    for key, value in theirs.items():
+        mine[key] = mine.get(key, 0.0) + times * value
 
 
 @dataclass(frozen=True)
@@ -298,19 +301,3 @@ def _calls(module: Module, i: Instruction) -> Iterator[Instruction]:
         for j in module.computations[name].instructions.values():
             if j.opcode == "custom-call":
                 yield j
-
-
-__all__ = [
-    "COPY",
-    "CORE",
-    "DCN",
-    "HOST",
-    "SPARSECORE",
-    "OpCost",
-    "Replay",
-    "Span",
-    "Totals",
-    "Work",
-    "replay",
-]
-Shares = Mapping[str, float]

@@ -6,21 +6,34 @@ The first failure in time is the cause; what ends after it is a consequence, not
 import re
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from slicewise.errors import ExitCode
 from slicewise.launch.processes import KILL_WAIT_S, Asked, Child, Exited, Gang, Happening, Lines, Reported
+from slicewise.launch.watchdog import Watchdog
 from slicewise.train.progress import ProgressDisplay
 
 FAILURE_GRACE_S = 3.0  # for the others after a failure: most can only hang or abort
 PREEMPTED_GRACE_S = 30.0  # after one that saved its state: the others take part in the same save
 DONE_GRACE_S = 600.0  # after the first that finished: longer than JAX's own shutdown barrier (300 s)
 STOP_GRACE_S = 60.0  # after SIGTERM, to agree on a step and save it
+MAX_WAIT_S = 3600.0
+ORDERS_INTERVAL_S = 1.0  # between two looks at what a supervisor wants
 # Gloo's own lines, which no switch turns off and which threads cut into one another; the logs keep them.
 _CHATTER = re.compile(r"(\[Gloo\] |.*number of connected peer ranks is)")
 _ORDERLY = (ExitCode.RESTART, ExitCode.PREEMPTED)
+
+
+class Supervision(Protocol):
+    """Who watches over an attempt: hears of it, and may want it to end."""
+
+    def saw(self, worker: int, event: Mapping[str, Any]) -> None: ...
+
+    def orders(self) -> Literal["", "stop", "abandon"]:
+        """ "stop": let it save and end. "abandon": another one goes on elsewhere, so it must end at once."""
+        ...
 
 
 @dataclass
@@ -30,11 +43,13 @@ class _Failure:
     child: Child
     error: dict[str, Any] | None = None
     overdue_s: float | None = None
+    stalled: str = ""
 
     @property
     def code(self) -> ExitCode:
         code = self.error.get("code") if self.error else self.child.returncode
-        known = code in list(ExitCode) and code != ExitCode.DONE and self.overdue_s is None
+        ours = self.overdue_s is not None or self.stalled
+        known = code in list(ExitCode) and code != ExitCode.DONE and not ours
         return ExitCode(code) if known else ExitCode.INTERNAL  # type: ignore[arg-type]
 
     @property
@@ -43,6 +58,8 @@ class _Failure:
 
     @property
     def ending(self) -> str:
+        if self.stalled:
+            return self.stalled
         if self.overdue_s is not None:
             return f"was still running {self.overdue_s:g} s after another process had finished"
         code = self.child.returncode
@@ -72,18 +89,22 @@ class Attempt:
     display: ProgressDisplay
     failure_grace_s: float
     stop_grace_s: float
+    watchdog: Watchdog | None = None
+    supervision: Supervision | None = None
     failures: dict[int, _Failure] = field(default_factory=dict)  # by process id, in order of time
     asked: signal.Signals | None = None  # to stop, before anything had failed
     signals: int = 0
     killed: list[Child] = field(default_factory=list)  # by us, for which they are not to blame
     deadline_s: float | None = None
     overdue: bool = False  # the deadline is for stragglers after others were done: missing it is a failure
+    abandoned: bool = False  # another attempt has taken its place
+    next_orders_s: float = 0.0
 
     def watch(self) -> None:
         """Returns when all processes have ended, or could not be killed."""
         while self.gang.running:
-            wait_s = None if self.deadline_s is None else self.deadline_s - time.monotonic()
-            self._handle(self.gang.poll(wait_s))
+            self._handle(self.gang.poll(self._wait_s()))
+            self._watch_over()
             if self.deadline_s is not None and time.monotonic() >= self.deadline_s:
                 if self.killed:
                     break
@@ -97,6 +118,35 @@ class Attempt:
         if self.gang.running:
             names = ", ".join(f"{child.name} (pid {child.process.pid})" for child in self.gang.running)
             self.display.print(f"could not be killed: {names}")
+
+    def _wait_s(self) -> float | None:
+        waits_s = [] if self.deadline_s is None else [self.deadline_s - time.monotonic()]
+        if self.watchdog and self.deadline_s is None:
+            waits_s.append(min(self.watchdog.latest()[1], MAX_WAIT_S))
+        if self.supervision:
+            waits_s.append(ORDERS_INTERVAL_S)
+        return min(waits_s, default=None)
+
+    def _watch_over(self) -> None:
+        """Ends a gang that is stuck, or that its supervisor wants to end."""
+        if self.watchdog and self.deadline_s is None:
+            worker, left_s = self.watchdog.latest()
+            if left_s <= 0:
+                self._on_stall(self.gang.children[worker], self.watchdog.reason(worker))
+        if self.supervision and time.monotonic() >= self.next_orders_s:
+            self.next_orders_s = time.monotonic() + ORDERS_INTERVAL_S
+            orders = self.supervision.orders()
+            if orders == "abandon" and not self.abandoned:
+                self.abandoned = True
+                self._kill()
+            elif orders == "stop" and not self.asked and not self.cause:
+                self._ask_to_stop(signal.SIGTERM, "the job is cancelled")
+
+    def _on_stall(self, child: Child, reason: str) -> None:
+        """The stacks go into the logs during the grace that follows a failure."""
+        self.display.print(f"{child.name} {reason}: the stacks of all processes are in their output")
+        self.gang.dump_stacks()
+        self._on_failure(_Failure(child, stalled=reason))
 
     def _handle(self, happenings: Iterable[Happening]) -> None:
         for happening in happenings:
@@ -116,6 +166,11 @@ class Attempt:
             self.display.print("\n".join(shown))
 
     def _on_event(self, child: Child, event: dict[str, Any]) -> None:
+        if self.watchdog:
+            self.watchdog.saw(event, child.index)
+        if self.supervision:
+            self.supervision.saw(child.index, event)
+            child.note(event)
         if event.get("event") == "error":
             self._on_failure(_Failure(child, error=event))
         elif child.index == 0:
@@ -124,6 +179,8 @@ class Attempt:
             self._print_lines(child, str(event.get("text", "")).splitlines())
 
     def _on_exit(self, child: Child) -> None:
+        if self.watchdog:
+            self.watchdog.finished(child.index)
         if child.returncode == ExitCode.DONE:
             if self.deadline_s is None:
                 self.deadline_s, self.overdue = time.monotonic() + DONE_GRACE_S, True
@@ -160,10 +217,12 @@ class Attempt:
             self.deadline_s, self.overdue = time.monotonic() + KILL_WAIT_S, False
         if self.signals > 1 or self.cause:  # after a failure they are about to end anyway
             return
+        self._ask_to_stop(number, number.name, "; a second signal kills them")
+
+    def _ask_to_stop(self, number: signal.Signals, why: str, more: str = "") -> None:
         self.asked = number
         self.display.print(
-            f"{number.name}: asking all processes to save and stop, for at most {self.stop_grace_s:g} s; "
-            "a second signal kills them."
+            f"{why}: asking all processes to save and stop, for at most {self.stop_grace_s:g} s{more}."
         )
         self.gang.ask_to_stop()
         self._allow(self.stop_grace_s)
@@ -188,6 +247,15 @@ class Attempt:
         if self.cause:
             return self.cause.code
         return ExitCode.PREEMPTED if ExitCode.PREEMPTED in ended else ExitCode.DONE
+
+    def why(self) -> str:
+        """The first failure in one line; empty when there was none."""
+        cause = self.cause
+        if cause is None:
+            return ""
+        return (
+            f"{cause.child.name}: {cause.message}" if cause.message else f"{cause.child.name} {cause.ending}"
+        )
 
     def print_cause(self) -> None:
         """The first failure, as the last thing on the terminal."""

@@ -3,9 +3,13 @@
 import codecs
 import os
 import re
+import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from slicewise.train.progress import PLAIN_INTERVAL_S, metrics_text
 
 TAIL_LINES = 20
 MAX_LINE_CHARS = 32 * 1024  # a longer line is shown in pieces: memory stays bounded
@@ -43,13 +47,47 @@ def _printable(line: str) -> str:
     return _CONTROLS.sub("", line.rstrip("\r").rsplit("\r", 1)[-1])
 
 
+class EventLines:
+    """The events of one process as lines for its log: steps only now and then, and the last."""
+
+    def __init__(self) -> None:
+        self._last_s = float("-inf")
+
+    def line(self, event: Mapping[str, Any]) -> str | None:
+        match event.get("event"):
+            case "text":
+                return str(event.get("text", ""))
+            case "phase":
+                return f"{event.get('name', '')} ..."
+            case "error":
+                return f"error: {event.get('message', '')}"
+            case "step":
+                return self._step(event)
+            case _:
+                return None
+
+    def _step(self, event: Mapping[str, Any]) -> str | None:
+        now_s = time.monotonic()
+        if event.get("step") != event.get("steps") and now_s - self._last_s < PLAIN_INTERVAL_S:
+            return None
+        self._last_s = now_s
+        return f"step {event.get('step')}/{event.get('steps')}  {metrics_text(event)}"
+
+
+def _private(path: str, flags: int) -> int:
+    """Programs print what they should not, such as their environment."""
+    return os.open(path, flags, 0o600)
+
+
 class Log:
-    """A file with the raw bytes of one process; None as path keeps nothing."""
+    """A file, for its owner only, with the raw bytes of one process; None as path keeps nothing."""
 
     def __init__(self, path: Path | None):
         """Raises OSError when the file cannot be opened."""
         self.path = path
-        self._file: BinaryIO | None = path.open("wb", buffering=0) if path else None
+        self._file: BinaryIO | None = None
+        if path:
+            self._file = open(path, "wb", buffering=0, opener=_private)  # noqa: SIM115
 
     def write(self, data: bytes) -> str | None:
         """A reason when the log had to end here; the process it belongs to is not to die of a full disk."""

@@ -19,8 +19,8 @@ from typing import Any, Self
 
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch.guardian import Guardian
-from slicewise.launch.output import LineReader, Log
-from slicewise.train.progress import EVENTS_FD
+from slicewise.launch.output import EventLines, LineReader, Log
+from slicewise.train.progress import EVENTS_FD, STACKS_SIGNAL
 
 READ_BYTES = 64 * 1024
 MAX_DRAIN_READS = 32  # of one process at its exit: a pipe holds less, a grandchild may write for ever
@@ -38,6 +38,7 @@ class Command:
     arguments: Sequence[str]
     environment: Mapping[str, str]
     log_path: Path | None = None
+    directory: Path | None = None  # where it starts; None: here
 
 
 @dataclass(eq=False)
@@ -53,7 +54,15 @@ class Child:
     log: Log
     output: LineReader = field(default_factory=LineReader)
     events: LineReader = field(default_factory=LineReader)
+    event_lines: EventLines = field(default_factory=EventLines)
     returncode: int | None = None
+
+    def note(self, event: Mapping[str, Any]) -> str | None:
+        """Adds an event to the log as a line, which is returned; None for one that is not worth it."""
+        line = self.event_lines.line(event)
+        if line is not None:
+            self.log.write(f"{line}\n".encode())
+        return line
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,7 @@ class Gang:
                     stderr=subprocess.STDOUT,
                     env={**command.environment, EVENTS_FD: str(events_write)},
                     pass_fds=[events_write],
+                    cwd=command.directory,
                     process_group=self._guardian.group_id,
                 )
             finally:
@@ -201,6 +211,11 @@ class Gang:
         """SIGTERM to all; one that was stopped goes on so that it can act on it."""
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)
+
+    def dump_stacks(self) -> None:
+        """Python stacks of all threads onto the standard error of those that registered STACKS_SIGNAL."""
+        for child in self.running:
+            child.process.send_signal(STACKS_SIGNAL)
 
     def kill(self) -> None:
         """SIGKILL to all. Does not wait; safe in a signal handler."""

@@ -53,7 +53,7 @@ def wait_for_all(point: str) -> None:
 
 
 def emulated_slices() -> int | None:
-    """How many slices the local launcher emulates, or None on real devices."""
+    """How many slices the launcher says there are; CPU devices do not know theirs."""
     text = os.environ.get("SLICEWISE_NUM_SLICES")
     return int(text) if text else None
 
@@ -107,4 +107,5 @@ def by_slice(
 def found() -> SliceDevices:
     """The devices of the running job, by slice."""
     expected = os.environ.get("MEGASCALE_NUM_SLICES")
-    return by_slice(jax.devices(), emulated=emulated_slices(), expected=int(expected) if expected else None)
+    emulated = emulated_slices() if jax.devices()[0].platform == "cpu" else None  # others know their slice
+    return by_slice(jax.devices(), emulated=emulated, expected=int(expected) if expected else None)

@@ -10,8 +10,10 @@ An event is a dict with the key ``event``:
 ``step`` counts finished steps, so the last one of a run has ``step == steps``.
 """
 
+import faulthandler
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +27,7 @@ if TYPE_CHECKING:  # rich takes a tenth of a second to import, and ranks of a cl
 Event = Mapping[str, Any]
 
 EVENTS_FD = "SLICEWISE_EVENTS_FD"
+STACKS_SIGNAL = signal.SIGUSR1  # a trainer that gets it prints the Python stacks of its threads and goes on
 PLAIN_INTERVAL_S = 5.0  # between two step lines where no bar can be drawn: a CI log stays short
 SPEED_WINDOW_S = 3600.0  # the time that remains is judged from the steps of this long
 
@@ -57,6 +60,11 @@ def emit(event: Event) -> bool:
     except OSError:
         return False
     return True
+
+
+def dump_stacks_when_asked() -> None:
+    """From now on STACKS_SIGNAL prints stacks, also while the interpreter is stuck in a library."""
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
 
 def reporter() -> Sink:

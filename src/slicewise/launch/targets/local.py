@@ -14,8 +14,13 @@ from pathlib import Path
 from rich.console import Console
 
 from slicewise.errors import ExitCode, UserError
-from slicewise.launch.attempt import FAILURE_GRACE_S, STOP_GRACE_S, Attempt
+from slicewise.launch.attempt import FAILURE_GRACE_S, STOP_GRACE_S, Attempt, Supervision
+from slicewise.launch.job_folder import Claim, Ending, JobFolder, JobSpec
+from slicewise.launch.policy import Fault, fault_of
 from slicewise.launch.processes import Command, Gang
+from slicewise.launch.supervisor import Supervised
+from slicewise.launch.watchdog import Watchdog
+from slicewise.launch.worker_files import WorkerFiles
 from slicewise.train.progress import ProgressDisplay
 
 MAX_PROCESSES = 64
@@ -121,17 +126,6 @@ def run_local(
     ``log_directory`` gets slice0-host1.log and so on, with the raw output of each process.
     Raises UserError when the processes or their logs cannot be started.
     """
-    commands = _commands(command, shape, log_directory)
-    with Gang() as gang:
-        gang.start(commands)
-        with ProgressDisplay(console) as display:
-            attempt = Attempt(gang, display, failure_grace_s, stop_grace_s)
-            attempt.watch()
-    attempt.print_cause()
-    return attempt.exit_code()
-
-
-def _commands(command: Sequence[str], shape: ClusterShape, log_directory: Path | None) -> list[Command]:
     if log_directory is not None:
         try:
             log_directory.mkdir(parents=True, exist_ok=True)
@@ -139,14 +133,74 @@ def _commands(command: Sequence[str], shape: ClusterShape, log_directory: Path |
             raise UserError(
                 f"cannot create the log directory {log_directory}: {error.strerror}.", code=ExitCode.INTERNAL
             ) from error
+    logs = [
+        log_directory / f"slice{slice_id}-host{host}.log" if log_directory else None
+        for slice_id, host in map(shape.place, range(shape.processes))
+    ]
+    commands = _commands(command, shape, os.environ, logs)
+    attempt = _run(commands, console, failure_grace_s=failure_grace_s, stop_grace_s=stop_grace_s)
+    return attempt.exit_code()
+
+
+def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -> Ending | None:
+    """One attempt of a job, as an emulated cluster under the eyes of a supervisor. None: another took over."""
+    shape = ClusterShape(spec.slices, spec.hosts_per_slice, spec.cpu_devices)
+    supervision = Supervised(job, claim)
+    with WorkerFiles(job, spec, claim.attempt) as files:
+        logs = [files.log(spec.place(process_id)) for process_id in range(shape.processes)]
+        base = {**os.environ, **spec.environment, "SLICEWISE_ATTEMPT": str(claim.attempt)}
+        base |= files.python_path(base.get("PYTHONPATH", ""))
+        commands = _commands(files.command, shape, base, logs, files.directory)
+        attempt = _run(
+            commands,
+            console,
+            failure_grace_s=spec.watch.failure_grace_s,
+            stop_grace_s=spec.watch.stop_grace_s,
+            watchdog=Watchdog(spec.watch, shape.processes),
+            supervision=supervision,
+        )
+    if attempt.abandoned:
+        return None
+    code = attempt.exit_code()
+    stopped = attempt.asked is not None and code != ExitCode.DONE
+    fault = Fault.CANCELLED if stopped else fault_of(code)
+    why = f"asked to stop by {attempt.asked.name}" if attempt.asked and stopped else attempt.why()
+    return Ending(fault, code, why, claim.attempt, claim.submission)
+
+
+def _run(
+    commands: Sequence[Command],
+    console: Console,
+    *,
+    failure_grace_s: float,
+    stop_grace_s: float,
+    watchdog: Watchdog | None = None,
+    supervision: Supervision | None = None,
+) -> Attempt:
+    with Gang() as gang:
+        gang.start(commands)
+        with ProgressDisplay(console) as display:
+            attempt = Attempt(gang, display, failure_grace_s, stop_grace_s, watchdog, supervision)
+            attempt.watch()
+    attempt.print_cause()
+    return attempt
+
+
+def _commands(
+    command: Sequence[str],
+    shape: ClusterShape,
+    base: Mapping[str, str],
+    logs: Sequence[Path | None],
+    directory: Path | None = None,
+) -> list[Command]:
     port = _free_port()
     commands = []
-    for process_id in range(shape.processes):
+    for process_id, log_path in enumerate(logs):
         slice_id, host = shape.place(process_id)
-        log_path = log_directory / f"slice{slice_id}-host{host}.log" if log_directory else None
-        environment = child_environment(os.environ, shape, process_id, port)
+        environment = child_environment(base, shape, process_id, port)
         name, prefix = f"slice {slice_id} host {host}", f"s{slice_id}h{host} | "
-        commands.append(Command(name, prefix, [sys.executable, *command], environment, log_path))
+        arguments = [sys.executable, *command]
+        commands.append(Command(name, prefix, arguments, environment, log_path, directory))
     return commands
 
 

@@ -1,0 +1,144 @@
+"""ssh and scp to the workers of a queued resource, with the programs of OpenSSH.
+
+A command on several workers starts on all of them at once, whatever their number, and is never started again: a
+dropped connection is reported as that.
+"""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slicewise.errors import ExitCode, UserError
+from slicewise.launch.emulator.local import default_directory, private_file
+from slicewise.launch.workers import Worker
+
+CONNECTION_LOST = 255  # what ssh ends with when the connection failed; the command itself may do so too
+KEEPALIVE = ("ServerAliveInterval=10", "ServerAliveCountMax=3")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """``code`` is ssh's: the command's, or 255 for a lost connection."""
+
+    worker: Worker
+    code: int
+
+
+def choose(workers: Sequence[Worker], slice_: str, worker: str) -> list[Worker]:
+    """Those of a slice's index and a worker's index in it; 'all' is every one. Raises UserError for an index
+    that there is not."""
+    chosen = list(workers)
+    for text, what, of in (
+        (slice_, "--slice", lambda w: w.slice_index),
+        (worker, "--worker", lambda w: w.worker_index),
+    ):
+        if text == "all":
+            continue
+        last = max(map(of, workers))
+        if not (text.isascii() and text.isdecimal() and len(text) < 6 and int(text) <= last):
+            raise UserError(f"{what} {text}: expected 0 to {last}, or all.")
+        chosen = [w for w in chosen if of(w) == int(text)]
+    return chosen
+
+
+def ssh_command(worker: Worker, command: str | None, *, batch: bool) -> list[str]:
+    """The words of one ssh; the remote shell reads ``command``, None is a login shell."""
+    words = [
+        _program("ssh"),
+        *_options(worker, batch),
+        "-p",
+        str(worker.port),
+        f"{worker.user}@{worker.host}",
+    ]
+    return [*words, command] if command else words
+
+
+def scp_command(worker: Worker, sources: Sequence[str], target: str, *, recursive: bool) -> list[str]:
+    """The words of one scp; a path that starts with ':' is on the worker."""
+    if any(path.startswith(":") for path in sources) == target.startswith(":"):
+        raise UserError("scp copies to a worker or from one: write the paths there as :PATH.")
+    host = f"[{worker.host}]" if ":" in worker.host else worker.host
+    there = [f"{worker.user}@{host}{path}" if path.startswith(":") else path for path in (*sources, target)]
+    flags = ["-r"] if recursive else []
+    return [_program("scp"), "-q", *flags, *_options(worker, True), "-P", str(worker.port), *there]
+
+
+def _options(worker: Worker, batch: bool) -> list[str]:
+    """The host's key is checked against the one that is known; an unknown one is taken at first and kept."""
+    words: list[str] = []
+    known = _known_hosts(worker)
+    strict = "yes" if worker.known_host_key else "accept-new"
+    options = [f"UserKnownHostsFile={known}", f"StrictHostKeyChecking={strict}", "LogLevel=ERROR", *KEEPALIVE]
+    if worker.identity_file:
+        options.append("IdentitiesOnly=yes")
+        words += ["-i", worker.identity_file]
+    if batch:
+        options.append("BatchMode=yes")
+    return words + [word for option in options for word in ("-o", option)]
+
+
+def _known_hosts(worker: Worker) -> Path:
+    folder = default_directory().parent
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not worker.known_host_key:
+        return folder / "known_hosts"
+    # all workers of an emulator show one key, whatever their port
+    path = folder / f"known_host_{worker.known_host_key.split()[1][-16:].replace('/', '_')}"
+    if not path.exists():
+        private_file(path, f"* {worker.known_host_key}\n")
+    return path
+
+
+def _program(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        raise UserError(
+            f"there is no {name} on this machine: install OpenSSH's client.", code=ExitCode.INTERNAL
+        )
+    return path
+
+
+def run_on(
+    workers: Sequence[Worker], command: Callable[[Worker], list[str]], say: Callable[[Worker, str], None]
+) -> list[Ended]:
+    """``command(worker)`` here for all workers at once, each line of output to ``say``; what ended, in the order
+    of time. On Ctrl-C all are ended."""
+    return asyncio.run(_run_on(workers, command, say))
+
+
+async def _run_on(
+    workers: Sequence[Worker], command: Callable[[Worker], list[str]], say: Callable[[Worker, str], None]
+) -> list[Ended]:
+    ended: list[Ended] = []
+
+    async def one(worker: Worker) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *command(worker),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=1 << 20,
+        )
+        assert process.stdout is not None
+        try:
+            while line := await process.stdout.readline():
+                say(worker, line.decode(errors="replace").rstrip("\n"))
+            ended.append(Ended(worker, await process.wait()))
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    async with asyncio.TaskGroup() as group:
+        for worker in workers:
+            group.create_task(one(worker))
+    return ended
+
+
+def exec_ssh(worker: Worker, command: str | None) -> None:
+    """This process becomes ssh: terminal, signals and exit code are its own."""
+    words = ssh_command(worker, command, batch=False)
+    os.execv(words[0], words)
