@@ -29,7 +29,11 @@ def register(verbs: Verbs) -> None:
         "--timeout", default="1h", metavar="TIME", help="stops the compiler after it (default 1h)"
     )
     how.add_argument("--memory-limit", metavar="BYTES", help="stops the compiler when it uses more: 8GB")
-    sub.add_argument("--trace", metavar="FILE", help="write the predicted timeline: .json or .json.gz")
+    sub.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write the predicted timeline: .json, .json.gz (Perfetto), .xplane.pb (xprof)",
+    )
     hardware.takes_html(sub)
     hardware.takes_json(sub)
 
