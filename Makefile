@@ -3,6 +3,8 @@
 # make check  what .ci/run adds to it: format, lint, types, layering, docs
 
 BIN := .venv/bin
+# What the tests use.
+EXTRAS := $(addprefix --extra ,train text report quantization compile ssh emulator job kubernetes)
 .PHONY: demo test check docs lock clean
 
 demo: .venv/ready
@@ -26,9 +28,9 @@ docs: .venv/ready
 .venv/ready: pyproject.toml uv.lock .python-version
 	@command -v uv >/dev/null || test -x .uv/bin/uv || { python3 -m venv .uv && .uv/bin/pip install --quiet uv; }
 	@PATH="$$PATH:$$PWD/.uv/bin"; \
-	  uv sync --locked --extra train --extra text --extra report --extra emulator --extra job --extra kubernetes --all-groups || { \
+	  uv sync --locked $(EXTRAS) --all-groups || { \
 	    echo "No Python 3.12 and no download of one: trying any newer Python that is installed." >&2; \
-	    UV_PYTHON_DOWNLOADS=never uv sync --locked --extra train --extra text --extra report --extra emulator --extra job --extra kubernetes --all-groups --python '>=3.12'; }
+	    UV_PYTHON_DOWNLOADS=never uv sync --locked $(EXTRAS) --all-groups --python '>=3.12'; }
 	@touch $@
 
 lock:

@@ -78,10 +78,14 @@ class Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--points", type=Path)
     parser.add_argument("--compile", action="store_true", help="compile the rows that are not kept yet")
-    parser.add_argument("--again", action="store_true", help="also those that are kept (compiled programs are cached)")
+    parser.add_argument(
+        "--again", action="store_true", help="also those that are kept (compiled programs are cached)"
+    )
     parser.add_argument("--only", default="", help="rows whose id contains this")
     parser.add_argument("--depth", default="full", choices=("schedule", "full"))
     arguments = parser.parse_args()
@@ -113,7 +117,11 @@ def chosen(path: Path | None) -> Iterator[dict[str, Any]]:
 
 
 def digest(point: dict[str, Any], depth: str) -> str:
-    said = {k: v for k, v in point.items() if k not in ("measured", "derived", "target", "notes", "checks", "source")}
+    said = {
+        k: v
+        for k, v in point.items()
+        if k not in ("measured", "derived", "target", "notes", "checks", "source")
+    }
     return hashlib.sha256(json.dumps([said, depth], sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -121,12 +129,18 @@ def show(point: dict[str, Any], result: dict[str, Any] | None) -> list[float]:
     """Prints a row; returns its relative error, if it has one."""
     published = point["target"]["step_time_s"]
     if result is None or "refused" in result:
-        print(f"{point['id']:58s} {published:8.3f}  {(result or {}).get('refused', 'not compiled: --compile')}")
+        print(
+            f"{point['id']:58s} {published:8.3f}  {(result or {}).get('refused', 'not compiled: --compile')}"
+        )
         return []
     off = result["step_time_s"] / published - 1
-    parts = ", ".join(f"{name} {s:.2f}" for name, s in result["parts"].items() if s > 0.01 * result["step_time_s"])
+    parts = ", ".join(
+        f"{name} {s:.2f}" for name, s in result["parts"].items() if s > 0.01 * result["step_time_s"]
+    )
     fit = "" if result["fits"] else "  DOES NOT FIT"
-    print(f"{point['id']:58s} {published:8.3f} {result['step_time_s']:8.3f} {off:+7.1%}  {result['depth']:8s} {parts}{fit}")
+    print(
+        f"{point['id']:58s} {published:8.3f} {result['step_time_s']:8.3f} {off:+7.1%}  {result['depth']:8s} {parts}{fit}"
+    )
     return [off]
 
 
@@ -143,7 +157,14 @@ def compiled(point: dict[str, Any], depth: str) -> dict[str, Any]:
     parts = {**e.compute_s, **{f"exposed {k}": v for k, v in e.exposed_s.items()}, **e.other_s}
     print(f"{point['id']}: compiled in {step.cpu_s:.0f} CPU s", file=sys.stderr)
     return dataclasses.asdict(
-        Result(e.step_time_s, e.hbm_total_bytes, step.fits, depth, {k: round(v, 4) for k, v in parts.items()}, step.cpu_s)
+        Result(
+            e.step_time_s,
+            e.hbm_total_bytes,
+            step.fits,
+            depth,
+            {k: round(v, 4) for k, v in parts.items()},
+            step.cpu_s,
+        )
     )
 
 

@@ -1,4 +1,5 @@
 """The reader of scheduled programs, on text that the compiler could have written."""
+# ruff: noqa: E501  (the compiler's lines)
 
 import pytest
 from hypothesis import given
@@ -123,5 +124,5 @@ def test_a_loop_that_does_not_count_is_refused():
 
 @pytest.mark.parametrize("text", ["", "garbage", "HloModule empty\n"])
 def test_what_is_no_program_is_refused(text):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="program"):
         hlo.parse(text)

@@ -24,7 +24,8 @@ from slicewise.launch.policy import Fault
 from slicewise.launch.storage import open_folder, write_json
 
 SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_?KEY|ACCESS_?KEY)", re.I)
-FOLLOW_INTERVAL_S = 1.0
+FOLLOW_INTERVAL_S = 1.0  # between two looks into a folder
+PLATFORM_INTERVAL_S = 5.0  # between two questions to a platform
 SUPERVISED = ("local", "queued-resource")
 UNSUPERVISED = ("jobset", "slurm")  # where the platform decides, and may know more than the folder
 
@@ -311,9 +312,11 @@ def log(record: Record, place: str | None, attempt: int | None, *, follow: bool 
     if not re.fullmatch(r"s\d{1,4}h\d{1,4}", place):
         raise UserError(f"--worker {place}: expected a place such as s0h1, host 1 of slice 0.")
     shown = attempt
-    sent = 0
+    sent, asked_s = 0, time.monotonic()
     while True:
         ended = job.result(record.submission) is not None
+        if follow and record.target in UNSUPERVISED and time.monotonic() - asked_s > PLATFORM_INTERVAL_S:
+            asked_s, ended = time.monotonic(), status(record).code is not None
         attempts = job.log_attempts()
         if shown is None and attempts:
             shown = attempts[-1]
@@ -376,7 +379,7 @@ def wait(record: Record) -> Status:
         now = status(record)
         if now.code is not None or now.state == "stalled":
             return now
-        time.sleep(FOLLOW_INTERVAL_S)
+        time.sleep(PLATFORM_INTERVAL_S if record.target in UNSUPERVISED else FOLLOW_INTERVAL_S)
 
 
 def new_record(name: str, target: str, root: str, spec: JobSpec, platform: Mapping[str, Any]) -> Record:

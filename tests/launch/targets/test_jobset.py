@@ -206,6 +206,23 @@ def test_a_job_is_created_looked_at_and_deleted_by_the_real_client(kubernetes, r
     assert "a-secret-token" not in capsys.readouterr().out
 
 
+def test_waiting_for_a_job_ends_with_the_cluster_s_word_where_the_workers_left_none(
+    kubernetes, run_toml, monkeypatch, capsys
+):
+    monkeypatch.setattr(job, "PLATFORM_INTERVAL_S", 0.01)
+    monkeypatch.setattr(job, "FOLLOW_INTERVAL_S", 0.01)
+    create = kubernetes.create
+
+    def fails(namespace, body):
+        status, made = create(namespace, body)
+        made["status"] = {"restarts": 3, "terminalState": "Failed"}
+        return status, made
+
+    monkeypatch.setattr(kubernetes, "create", fails)
+    assert submit(run_toml, "--wait") == ExitCode.INTERNAL
+    assert "job demo: failed: jobset: failed after 3 restarts" in capsys.readouterr().err
+
+
 def test_dry_run_prints_the_manifest_and_touches_nothing(kubernetes, run_toml, tmp_path, capsys):
     import yaml
 
