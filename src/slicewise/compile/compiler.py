@@ -131,7 +131,7 @@ def compile_request(
         ) from e
     try:
         facts = _Child(request, work).run(timeout_s, memory_limit_bytes)
-        _keep(work, facts)
+        _keep(work, facts, request.depth)
         work.replace(kept)
     except OSError:
         if not (kept / "facts.json").exists():  # else another process kept the same content first
@@ -249,10 +249,10 @@ class _Child:
     def _schedule_is_there(self) -> bool:
         """The last file of the schedule is written whole: all others were before it."""
         path = self._dumped("after_optimizations_after_buffer_assignment.txt")
-        if path is None or (size := path.stat().st_size) == 0:
+        if path is None:
             return False
-        earlier = self._dumped("after_optimizations.txt")
-        return earlier is not None and size == earlier.stat().st_size
+        text = path.read_bytes()
+        return text.rstrip().endswith(b"}") and b"\nENTRY " in text  # the entry computation comes last
 
     def _facts(self, process: subprocess.Popen, has_schedule: bool) -> dict[str, Any]:
         outcome = {"error": None, "kind": ""}
@@ -298,11 +298,11 @@ def _resident_bytes(pid: int) -> float:
         return 0.0
 
 
-def _keep(work: Path, facts: dict[str, Any]) -> None:
+def _keep(work: Path, facts: dict[str, Any], depth: Depth) -> None:
     """Leaves the few files that are read again, compressed; facts.json last, which makes it whole."""
     module = facts["module"]
     (work / "facts.json").unlink()
-    for name, suffixes in _kept(facts):
+    for name, suffixes in _kept(depth):
         for suffix in suffixes:
             if path := next(iter(sorted((work / "dump").glob(f"module_*.{module}.*{suffix}"))), None):
                 (work / f"{name}.gz").write_bytes(gzip.compress(path.read_bytes(), 6))
@@ -313,8 +313,9 @@ def _keep(work: Path, facts: dict[str, Any]) -> None:
     (work / "facts.json.tmp").replace(work / "facts.json")
 
 
-def _kept(facts: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _kept(depth: Depth) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Name here, and the dumps it may come from, the best first."""
-    yield "scheduled.hlo", (".after_codegen.txt", ".after_optimizations.txt", ".oom_intermediate_module.txt")
+    final = (".after_codegen.txt",) if depth == "full" else ()  # a small program may be done before it is stopped
+    yield "scheduled.hlo", (*final, ".after_optimizations.txt", ".oom_intermediate_module.txt")
     yield "buffers.txt", (".after_optimizations-buffer-assignment.txt", "buffer-assignment.txt")
     yield "live_ranges.txt", (".after_optimizations-live-range.txt", "live-range.txt")
