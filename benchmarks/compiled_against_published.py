@@ -32,6 +32,7 @@ from slicewise.errors import UserError
 
 DATA = Path(__file__).parent / "data"
 KEPT = DATA / "compiled_points.json"
+VMEM = "scoped_vmem_limit_kib"  # a key of its own: tiles of kernels follow it
 # One row of each model and layout on each chip, of those whose own step this project builds.
 CHOSEN = (
     "maxtext-v4-1b-v4-8-jul23",
@@ -87,7 +88,7 @@ def main() -> None:
         "--again", action="store_true", help="also those that are kept (compiled programs are cached)"
     )
     parser.add_argument("--only", default="", help="rows whose id contains this")
-    parser.add_argument("--depth", default="full", choices=("schedule", "full"))
+    parser.add_argument("--depth", default="schedule", choices=("schedule", "full"))
     arguments = parser.parse_args()
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     errors: list[float] = []
@@ -179,7 +180,8 @@ def config_of(point: dict[str, Any], row: rows.Row, directory: Path) -> RunConfi
         "global_batch_size": int(row.layout.global_batch),
         "attention": "splash" if row.recipe.attention.kind == "flash" and row.seq % 128 == 0 else "reference",
         "quantization": {"bf16": "none"}.get(row.recipe.precision, row.recipe.precision),
-        "compiler_flags": ",".join(known_flags(point)),
+        "compiler_flags": ",".join(f for f in known_flags(point) if VMEM not in f),
+        "scoped_vmem_limit_kib": next((f.split("=")[1] for f in known_flags(point) if VMEM in f), "0"),
     }
     for network, degrees in (("ici", row.layout.ici), ("dcn", row.layout.dcn)):
         overrides |= {f"{network}_{a}_parallelism": int(getattr(degrees, a)) for a in AXES}

@@ -150,6 +150,8 @@ class Compiler(Part):
     """For TPUs: groups of 'slicewise flags list' and flag=value, over the chip's defaults."""
     scoped_vmem_limit_kib: NonNegativeInt = 0
     """For TPUs: VMEM that one fusion or kernel may use; 0 = the compiler's limit."""
+    executable: str = ""
+    """File of slicewise compile --serialize with this run's step, for a start without compiling."""
 
 
 class Optimizer(Part):

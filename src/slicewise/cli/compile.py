@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from slicewise.cli import hardware, quantities
+from slicewise.cli import compile_more, hardware, quantities
 from slicewise.cli.train import load, takes_config
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import ExitCode
@@ -11,6 +11,7 @@ from slicewise.errors import ExitCode
 if TYPE_CHECKING:
     from slicewise.compile.analysis import CompiledStep
     from slicewise.compile.beside import Comparison
+    from slicewise.compile.compiler import Depth
 
 PROGRAMS = ("update", "init", "evaluate", "prefill", "decode")
 
@@ -29,6 +30,7 @@ def register(verbs: Verbs) -> None:
         "--timeout", default="1h", metavar="TIME", help="stops the compiler after it (default 1h)"
     )
     how.add_argument("--memory-limit", metavar="BYTES", help="stops the compiler when it uses more: 8GB")
+    compile_more.takes_options(sub)
     sub.add_argument(
         "--trace",
         metavar="FILE",
@@ -52,7 +54,10 @@ def _compile(arguments: argparse.Namespace) -> int:
         quantities.byte_count(arguments.memory_limit, "--memory-limit") if arguments.memory_limit else None
     )
     config, cluster = load(arguments).config, hardware.cluster(arguments)
-    request = Request(config, cluster, arguments.program, arguments.depth)
+    if arguments.search:
+        return compile_more.search(arguments, config, cluster)
+    depth: Depth = "full" if arguments.serialize else arguments.depth
+    request = Request(config, cluster, arguments.program, depth, bool(arguments.serialize))
     step = analyse(compile_request(request, timeout_s=timeout_s, memory_limit_bytes=limit))
     comparison = beside_plan(request, step.estimate)
     hardware.show(
@@ -61,12 +66,18 @@ def _compile(arguments: argparse.Namespace) -> int:
         lambda out: report.show(out, step, comparison),
         _files(arguments, step, comparison),
     )
-    return ExitCode.DONE if step.fits else ExitCode.USER
+    if arguments.check:
+        return compile_more.check(arguments, step)
+    if step.fits:
+        return ExitCode.DONE
+    return compile_more.fix(arguments, config, cluster) if arguments.fix else ExitCode.USER
 
 
 def _files(arguments: argparse.Namespace, step: "CompiledStep", comparison: "Comparison") -> list[str]:
     """Writes the trace and the page that were asked for, and says which."""
     written = []
+    if arguments.serialize:
+        written.append(compile_more.save_executable(step, arguments.serialize))
     if arguments.trace:
         from slicewise.report import timeline
 

@@ -23,6 +23,7 @@ from slicewise.config import RunConfig
 from slicewise.errors import UserError
 from slicewise.parallel.cluster import by_slice
 from slicewise.parallel.mesh import build_mesh
+from slicewise.train import executable
 
 PR_SET_PDEATHSIG = 1
 
@@ -65,20 +66,12 @@ def compile_program(request: dict[str, Any], directory: Path) -> None:
     part.replace(directory / "facts.json")  # the process that watches must not read half of it
     compiled = lowered.compile()
     if request["serialize"]:
-        (directory / "executable").write_bytes(serialized(compiled))
+        (directory / "executable").write_bytes(executable.dumps(compiled))
 
 
 def place(device: Any) -> list[int]:
     """Where a device is: its slice, the coordinates of its chip, its number on the chip."""
     return [int(getattr(device, "slice_index", 0) or 0), *map(int, device.coords), int(device.core_on_chip)]
-
-
-def serialized(compiled: jax.stages.Compiled) -> bytes:
-    """The executable, as jax.experimental.serialize_executable writes it."""
-    from jax.experimental.serialize_executable import serialize
-
-    payload, _, _ = serialize(compiled)
-    return payload
 
 
 if __name__ == "__main__":

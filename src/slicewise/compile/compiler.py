@@ -75,7 +75,9 @@ class Request:
     @property
     def key(self) -> str:
         """Digest of everything that decides the outcome."""
-        config = {k: v for k, v in self.config.model_dump().items() if k not in IRRELEVANT}
+        # Steps and seed are constants of a program, which only its machine code shows.
+        irrelevant = IRRELEVANT[1:] if self.serialize or self.program == "init" else IRRELEVANT
+        config = {k: v for k, v in self.config.model_dump().items() if k not in irrelevant}
         spec = load_spec(config["model"].pop("model")).model_dump()  # what its file says now
         parts = [
             config,
@@ -315,7 +317,9 @@ def _keep(work: Path, facts: dict[str, Any], depth: Depth) -> None:
 
 def _kept(depth: Depth) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Name here, and the dumps it may come from, the best first."""
-    final = (".after_codegen.txt",) if depth == "full" else ()  # a small program may be done before it is stopped
+    final = (
+        (".after_codegen.txt",) if depth == "full" else ()
+    )  # a small program may be done before it is stopped
     yield "scheduled.hlo", (*final, ".after_optimizations.txt", ".oom_intermediate_module.txt")
     yield "buffers.txt", (".after_optimizations-buffer-assignment.txt", "buffer-assignment.txt")
     yield "live_ranges.txt", (".after_optimizations-live-range.txt", "live-range.txt")

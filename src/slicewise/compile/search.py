@@ -1,8 +1,8 @@
 """Layouts judged by the compiler: the planner proposes, each proposal is compiled to its schedule, time decides."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from slicewise.catalog.slices import Cluster
 from slicewise.compile.analysis import CompiledStep, analyse
@@ -11,7 +11,7 @@ from slicewise.config import RunConfig, with_overrides
 from slicewise.costs.shapes import model_shape
 from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
-from slicewise.plan.run_config import as_overrides, beyond_config, config_values, workload_of
+from slicewise.plan.run_config import Value, as_overrides, beyond_config, config_values, priced, workload_of
 from slicewise.plan.search import Candidate, search
 
 
@@ -24,6 +24,7 @@ class Trial:
     planned_s: float | None  # None for the config as it was given, where it cannot be priced
     step: CompiledStep | None  # None where it was not compiled
     problem: str = ""  # why it does not count
+    changed: Mapping[str, Value] = field(default_factory=dict)  # keys of the config that was given
 
     @property
     def counts(self) -> bool:
@@ -60,14 +61,17 @@ def search_compiled(
     ``seconds`` have passed no further layout is begun. Raises UserError when the planner knows no layout.
     """
     until_s = time.monotonic() + seconds
-    proposals = [(config, "as given", None), *_proposals(config, cluster, top)]
+    proposals = [
+        Trial(config, "as given", _priced_s(config, cluster), None),
+        *_proposals(config, cluster, top),
+    ]
     trials: list[Trial] = []
-    for number, (proposal, name, planned_s) in enumerate(proposals):
-        request = Request(proposal, cluster)
+    for number, proposal in enumerate(proposals):
+        request = Request(proposal.config, cluster)
         left_s = until_s - time.monotonic()
         if left_s <= 0 and not request.is_cached:
             continue
-        trials.append(_tried(request, name, planned_s, max(left_s, 1.0)))
+        trials.append(_tried(request, proposal, max(left_s, 1.0)))
         progress(number + 1, len(proposals), trials[-1])
     ranked = sorted(
         trials, key=lambda t: (not t.counts, t.step.estimate.step_time_s if t.step else float("inf"))
@@ -75,28 +79,34 @@ def search_compiled(
     return Found(tuple(ranked), len(proposals) - len(trials))
 
 
-def _tried(request: Request, name: str, planned_s: float | None, timeout_s: float) -> Trial:
+def _tried(request: Request, proposal: Trial, timeout_s: float) -> Trial:
     try:
         step = analyse(compile_request(request, timeout_s=timeout_s))
     except UserError as e:
-        return Trial(request.config, name, planned_s, None, str(e).splitlines()[0])
-    problem = "" if step.fits else "does not fit"
-    return Trial(request.config, name, planned_s, step, problem)
+        return replace(proposal, problem=str(e).splitlines()[0])
+    return replace(proposal, step=step, problem="" if step.fits else "does not fit")
 
 
-def _proposals(config: RunConfig, cluster: Cluster, top: int) -> Sequence[tuple[RunConfig, str, float]]:
+def _priced_s(config: RunConfig, cluster: Cluster) -> float | None:
+    try:
+        return priced(config, model_shape(load_spec(config.model.model)), cluster).estimate.step_time_s
+    except UserError:  # the planner need not know every step that can be compiled
+        return None
+
+
+def _proposals(config: RunConfig, cluster: Cluster, top: int) -> list[Trial]:
     """The planner's best layouts that a config can ask for, the fastest first."""
     shape = model_shape(load_spec(config.model.model))
     work = workload_of(config, shape)
-    found = []
+    found: list[Trial] = []
     for candidate in search(work, cluster, top=10 * top, families=False).ranked:
         if beyond_config(candidate):
             continue
         values = config_values(work, candidate, model=config.model.model)
-        values.pop("compute_dtype")
         proposal = with_overrides(config, as_overrides(values))
-        if proposal.model_dump() != config.model_dump():
-            found.append((proposal, layout_name(candidate), candidate.estimate.step_time_s))
+        if proposal != config:
+            planned_s = candidate.estimate.step_time_s
+            found.append(Trial(proposal, layout_name(candidate), planned_s, None, changed=values))
         if len(found) == top:
             break
     return found

@@ -112,10 +112,7 @@ class _Run:
             initialising = None if state else background.submit(self._compile_init)
             writing = background.submit(self._open_writer) if self.is_first else None
             self.report({"event": "phase", "name": "compile"})
-            lowered = self.step.update.lower(self.step.abstract_state, self.step.abstract_batch)
-            if expected := choices.expected_kernels(config, self.step.spec, self.step.mesh):
-                choices.check_kernels(expected, lowered.as_text())
-            update = lowered.compile()
+            update = self._compile_update()
             loader = loading.result()
             self.stack.callback(loader.close)
             cluster.wait_for_all("compiled")
@@ -163,6 +160,17 @@ class _Run:
                 f"warning: after step {number} {above:,.0f} attention logits exceed use_max_logits_estimate ="
                 f" {estimate}; raise it, or set it to 0."
             )
+
+    def _compile_update(self) -> Any:
+        """The step, compiled here or from the file that the config names."""
+        if path := self.config.compiler.executable:
+            from slicewise.train import executable
+
+            return executable.load(path, self.step)
+        lowered = self.step.update.lower(self.step.abstract_state, self.step.abstract_batch)
+        if expected := choices.expected_kernels(self.config, self.step.spec, self.step.mesh):
+            choices.check_kernels(expected, lowered.as_text())
+        return lowered.compile()
 
     def _compile_init(self) -> jax.stages.Compiled:
         with jax.set_mesh(self.step.mesh):  # which belongs to a thread

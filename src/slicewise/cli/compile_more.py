@@ -1,0 +1,108 @@
+"""What slicewise compile does besides reporting: search, fix, check, keep the executable."""
+
+import argparse
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+from slicewise.cli import quantities
+from slicewise.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from slicewise.catalog.slices import Cluster
+    from slicewise.compile.analysis import CompiledStep
+    from slicewise.compile.fix import Fix
+    from slicewise.compile.search import Trial
+    from slicewise.config import RunConfig
+
+
+def takes_options(parser: argparse.ArgumentParser) -> None:
+    more = parser.add_argument_group("what else")
+    more.add_argument("--fix", action="store_true", help="when it does not fit: find a change that does")
+    more.add_argument(
+        "--search", action="store_true", help="compile the planner's best layouts too, and rank"
+    )
+    more.add_argument("--top", default="12", metavar="N", help="layouts of a search (default 12)")
+    more.add_argument("--minutes", default="20", metavar="M", help="of a search (default 20)")
+    more.add_argument("--write", metavar="RUN.toml", help="write the layout that a search found")
+    check = "fail where it is slower or larger than the result stored there; store it where none is"
+    more.add_argument("--check", metavar="RESULT.json", help=check)
+    serialize = "compile to machine code and write it, for the key 'executable' of a run"
+    more.add_argument("--serialize", metavar="FILE", help=serialize)
+
+
+def search(arguments: argparse.Namespace, config: "RunConfig", cluster: "Cluster") -> int:
+    """Ranks layouts by what the compiler makes of them; 2 when none fits."""
+    from rich.console import Console
+
+    from slicewise.compile.search import search_compiled
+    from slicewise.report import trials
+
+    out = Console()
+    top = quantities.whole(arguments.top, "--top")
+    seconds = 60 * quantities.amount(arguments.minutes, "--minutes")
+    with trials.progress(Console(file=sys.stderr)) as advance:
+        found = search_compiled(config, cluster, top=top, seconds=seconds, progress=advance)
+    if arguments.json:
+        print(trials.document(found))
+    else:
+        trials.show(out, found)
+    if found.best is None:
+        return ExitCode.USER
+    if arguments.write:
+        print(_write(arguments, found.best), file=sys.stderr if arguments.json else sys.stdout)
+    return ExitCode.DONE
+
+
+def _write(arguments: argparse.Namespace, best: "Trial") -> str:
+    from slicewise.plan.write import write_config
+
+    write_config(arguments.write, best.changed, note=f"Found by the compiler: {best.name}.")
+    return f"{arguments.write}: {best.name}"
+
+
+def fix(arguments: argparse.Namespace, config: "RunConfig", cluster: "Cluster") -> int:
+    """Finds a change that fits and prints it; 2 when there is none."""
+    from slicewise.compile.fix import fixed
+    from slicewise.report import trials
+
+    def tried(one: "Fix") -> None:
+        assert one.step is not None
+        print(f"  {' '.join(one.overrides)}: {trials.memory(one.step)}", file=sys.stderr)
+
+    found = fixed(config, cluster, tried=tried)
+    if found is None or found.step is None:
+        raise UserError("no single change makes it fit; take more chips, a larger slice or a smaller batch.")
+    print(f"\n{' '.join(found.overrides)} makes it fit: {trials.memory(found.step)}, ", end="")
+    print(f"{found.step.estimate.step_time_s:.3g} s a step (the plan said {found.planned_s:.3g} s).")
+    return ExitCode.DONE
+
+
+def check(arguments: argparse.Namespace, step: "CompiledStep") -> int:
+    """Compares with the stored result, or stores this one; 2 when it got worse or does not fit."""
+    from slicewise.compile import check as stored
+
+    before = stored.read(arguments.check)
+    if found := stored.problems(step, before):
+        for problem in found:
+            print(f"check: {problem}", file=sys.stderr)
+        return ExitCode.USER
+    if before is None:
+        stored.write(arguments.check, step)
+        print(f"check: {arguments.check} holds this result from now on.")
+    else:
+        print(f"check: as good as {arguments.check}.")
+    return ExitCode.DONE
+
+
+def save_executable(step: "CompiledStep", path: str) -> str:
+    """Copies the machine code to ``path``."""
+    from slicewise.compile.compiler import cache_directory
+
+    if not step.fits:
+        return f"{path}: not written, for it does not fit"
+    try:
+        shutil.copyfile(cache_directory() / step.request.key / "executable", path)
+    except OSError as e:
+        raise UserError(f"executable {path}: {e.strerror}.", code=ExitCode.INTERNAL) from e
+    return f"{path}: the executable"
