@@ -1,0 +1,129 @@
+"""Search, fix and check, with the compiler replaced by a price: the real one is asked in tests/cli/test_compile.py."""
+
+import dataclasses
+import json
+
+import pytest
+
+from slicewise.catalog import slices
+from slicewise.compile import check, fix, search
+from slicewise.config import load_config, with_overrides
+from slicewise.costs.shapes import model_shape
+from slicewise.errors import UserError
+from slicewise.interop.huggingface import load_spec
+from slicewise.plan.run_config import priced
+
+CLUSTER = slices.cluster("v5p:2x2x4")
+BASE = ["model=llama3-8b", "sequence_length=4096", "global_batch_size=64"]
+
+
+@pytest.fixture
+def compiled_by_price(monkeypatch, compiled_step, program_cache):
+    """Each request 'compiles' to what the planner expects; returns the requests that were made."""
+    made = []
+    template = compiled_step("tiny_v5e")
+
+    def compile_request(request, **options):
+        made.append(request)
+        return request
+
+    def analyse(request):
+        shape = model_shape(load_spec(request.config.model.model))
+        estimate = priced(request.config, shape, request.cluster).estimate
+        memory = dataclasses.replace(
+            template.memory, hbm_bytes=estimate.hbm_bytes, limit_bytes=estimate.hbm_limit_bytes
+        )
+        return dataclasses.replace(
+            template, request=request, estimate=estimate, memory=memory, out_of_memory=None
+        )
+
+    for module in (search, fix):
+        monkeypatch.setattr(module, "compile_request", compile_request)
+        monkeypatch.setattr(module, "analyse", analyse)
+    return made
+
+
+def test_a_search_ranks_what_fits_and_never_loses_the_config_that_was_given(compiled_by_price):
+    config = load_config(None, [*BASE, "remat_policy=full"]).config
+    found = search.search_compiled(config, CLUSTER, top=5, seconds=60)
+    assert len(found.trials) == len(compiled_by_price) == 6
+    times = [t.step.estimate.step_time_s for t in found.trials if t.counts]
+    assert times == sorted(times)
+    given = next(t for t in found.trials if t.name == "as given")
+    assert found.best.step.estimate.step_time_s <= given.step.estimate.step_time_s
+    best = with_overrides(
+        config, [f"{k}={v}" for k, v in found.best.changed.items() if not isinstance(v, dict)]
+    )
+    assert best.parallelism == found.best.config.parallelism
+
+
+def test_a_search_that_ran_out_of_time_says_how_many_are_left(compiled_by_price):
+    config = load_config(None, BASE).config
+    found = search.search_compiled(config, CLUSTER, top=4, seconds=0)
+    assert (len(found.trials), found.skipped) == (0, 5)
+    assert found.best is None
+
+
+def test_a_layout_that_the_compiler_refuses_is_ranked_last_with_its_reason(compiled_by_price, monkeypatch):
+    passes = search.compile_request
+
+    def refuse_first(request, **options):
+        if not compiled_by_price:
+            compiled_by_price.append(request)
+            raise UserError("the compiler crashed (code 1). Its log: x")
+        return passes(request, **options)
+
+    monkeypatch.setattr(search, "compile_request", refuse_first)
+    found = search.search_compiled(load_config(None, BASE).config, CLUSTER, top=2, seconds=60)
+    assert found.trials[-1].name == "as given"
+    assert found.trials[-1].problem.startswith("the compiler crashed")
+
+
+def test_a_fix_is_the_first_by_price_that_fits(compiled_by_price):
+    config = load_config(None, ["model=llama3-8b", "sequence_length=8192", "global_batch_size=64"]).config
+    cluster = slices.cluster("v6e:4x4")
+    tried = []
+    found = fix.fixed(config, cluster, tried=tried.append)
+    assert found is not None
+    assert found.fits
+    assert [t.overrides for t in tried][-1] == found.overrides
+    assert not any(t.fits for t in tried[:-1])
+    planned = [p.planned_s for p in fix.proposals(config, cluster)]
+    assert planned == sorted(planned)
+
+
+def test_nothing_is_proposed_that_would_take_more_memory():
+    config = load_config(None, [*BASE, "remat_policy=full"]).config
+    shape = model_shape(load_spec("llama3-8b"))
+    now = priced(config, shape, CLUSTER).estimate.hbm_total_bytes
+    for proposal in fix.proposals(config, CLUSTER):
+        changed = with_overrides(config, proposal.overrides)
+        assert priced(changed, shape, CLUSTER).estimate.hbm_total_bytes < now
+
+
+def test_a_check_stores_once_then_compares(compiled_step, tmp_path):
+    step, path = compiled_step("tiny_v5e"), str(tmp_path / "result.json")
+    assert check.read(path) is None
+    assert check.problems(step, None) == []
+    check.write(path, step)
+    stored = check.read(path)
+    assert stored == check.Stored.of(step)
+    assert check.problems(step, stored) == []
+    faster = dataclasses.replace(stored, step_time_s=0.9 * stored.step_time_s)
+    smaller = dataclasses.replace(stored, hbm_bytes=0.5 * stored.hbm_bytes)
+    elsewhere = dataclasses.replace(stored, slice="v5e:4x4")
+    assert ["slower" in p for p in check.problems(step, faster)] == [True]
+    assert ["above the stored" in p for p in check.problems(step, smaller)] == [True]
+    assert ["v5e:4x4" in p for p in check.problems(step, elsewhere)] == [True]
+
+
+def test_a_check_fails_for_what_does_not_fit(compiled_step):
+    assert "does not fit" in check.problems(compiled_step("too_large_v5e"), None)[0]
+
+
+@pytest.mark.parametrize("text", ["", "{}", json.dumps({"slice": 1, "extra": 2}), "[]"])
+def test_a_stored_result_that_is_none_is_refused(tmp_path, text):
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="none of slicewise compile --check"):
+        check.read(str(path))
