@@ -28,13 +28,14 @@ FREE_CALLS = frozenset({"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesI
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device, before code generation. Fitted by benchmarks/fit_schedule.py; see calibration.toml."""
+    """Of one device, before code generation; calibration.toml says how they were found."""
 
     clock_hz: float  # that the compiler counts cycles with
     matmul_efficiency: float
     hbm_efficiency: float
     vector_elements_per_s: float
     overhead_s: float  # of one instruction
+    host_bytes_per_s: float | None = None  # each way; None = the planner's
 
 
 @dataclass(frozen=True)

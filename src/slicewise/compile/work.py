@@ -112,7 +112,8 @@ class Describer:
 
     def _host(self, moved: float, *, to: bool) -> Work:
         link = TO_HOST if to else FROM_HOST
-        seconds = moved / self.device.host_bytes_per_s
+        rate = cost.rates()[self.device.name].host_bytes_per_s or self.device.host_bytes_per_s
+        seconds = moved / rate
         return Work("host copy", seconds, (link,), HOST_COPIES, moved, is_start=True)
 
     def _dcn(self, computation: Computation, i: Instruction) -> Work:
