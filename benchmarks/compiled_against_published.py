@@ -139,9 +139,7 @@ def show(point: dict[str, Any], result: dict[str, Any] | None) -> list[float]:
         f"{name} {s:.2f}" for name, s in result["parts"].items() if s > 0.01 * result["step_time_s"]
     )
     fit = "" if result["fits"] else "  DOES NOT FIT"
-    print(
-        f"{point['id']:58s} {published:8.3f} {result['step_time_s']:8.3f} {off:+7.1%}  {result['depth']:8s} {parts}{fit}"
-    )
+    print(f"{point['id']:58s} {published:8.3f} {result['step_time_s']:8.3f} {off:+7.1%}  {parts}{fit}")
     return [off]
 
 
