@@ -84,7 +84,7 @@ def op_cost(module: Module, computation: Computation, instruction: Instruction, 
     cycles = instruction.estimated_cycles
     if cycles is not None:
         return OpCost(kind, cycles / known.clock_hz, work.flops, work.hbm_bytes, True)
-    peak = device.peak_flops_per_s("int8" if work.eight_bit else "bf16")
+    peak = device.peak_flops_per_s(work.precision)
     seconds = known.overhead_s + max(
         work.flops / (peak * known.matmul_efficiency),
         work.hbm_bytes / (device.hbm_bytes_per_s * known.hbm_efficiency),
@@ -98,7 +98,7 @@ class _Work:
     flops: float
     hbm_bytes: float
     elements: float  # that the vector unit makes
-    eight_bit: bool = False
+    precision: str = "bf16"
 
 
 def _work(module: Module, computation: Computation, instruction: Instruction) -> _Work:
@@ -112,31 +112,31 @@ def _work(module: Module, computation: Computation, instruction: Instruction) ->
         if instruction.opcode == "dynamic-update-slice":
             update = sum(a.bytes for a in _shape(computation, instruction.operands[1]))
             read = written = update
-        flops, eight_bit = _flops(computation, instruction)
+        flops, found = _flops(computation, instruction)
         return _Work(
-            flops, read + written, sum(a.elements for a in instruction.shape) if not flops else 0.0, eight_bit
+            flops, read + written, sum(a.elements for a in instruction.shape) if not flops else 0.0, found
         )
     inner = module.computations[instruction.called[0]]
-    flops, elements, eight_bit = _inner_work(module, inner)
+    flops, elements, found = _inner_work(module, inner)
     moved = 0.0
     for name, parameter in zip(instruction.operands, inner.parameters, strict=False):
         moved += _read_bytes(module, inner, parameter, _shape(computation, name))
-    return _Work(flops, moved + _written_bytes(inner, instruction), elements, eight_bit)
+    return _Work(flops, moved + _written_bytes(inner, instruction), elements, found)
 
 
 @functools.cache
-def _inner_work(module: Module, inner: Computation) -> tuple[float, float, bool]:
-    """(FLOPs of products, elements of other instructions, whether a product is of 8-bit operands) of a fusion."""
-    flops, elements, eight_bit = 0.0, 0.0, False
+def _inner_work(module: Module, inner: Computation) -> tuple[float, float, str]:
+    """(FLOPs of products, elements of other instructions, precision of the products) of a fusion."""
+    flops, elements, found = 0.0, 0.0, "bf16"
     for i in inner.instructions.values():
         if _is_view(i):
             continue
         if i.opcode == "fusion":
             f, e, b = _inner_work(module, module.computations[i.called[0]])
-            flops, elements, eight_bit = flops + f, elements + e, eight_bit or b
+            flops, elements, found = flops + f, elements + e, b if f else found
         elif i.opcode in ("convolution", "dot"):
             f, b = _flops(inner, i)
-            flops, eight_bit = flops + f, eight_bit or b
+            flops, found = flops + f, b
         elif (
             i.opcode not in FREE
             and i.opcode not in ("broadcast", "reshape", "custom-call")
@@ -144,17 +144,24 @@ def _inner_work(module: Module, inner: Computation) -> tuple[float, float, bool]
         ):
             made = _shape(inner, i.operands[1]) if i.opcode == "dynamic-update-slice" else i.shape
             elements += max((a.elements for a in made), default=0)
-    return flops, elements, eight_bit
+    return flops, elements, found
 
 
-def _flops(computation: Computation, instruction: Instruction) -> tuple[float, bool]:
-    """2 x (batch x rows x columns x contracted) of a product, and whether its operands are of 8 bits.
+def precision(*operands: Array) -> str:
+    """The matrix unit that a product of these uses."""
+    if all(a.dtype.startswith("f8") for a in operands):
+        return "fp8"
+    return "int8" if all(a.dtype in ("s8", "u8", "s4", "u4") for a in operands) else "bf16"
+
+
+def _flops(computation: Computation, instruction: Instruction) -> tuple[float, str]:
+    """2 x (batch x rows x columns x contracted) of a product, and its precision.
 
     A product is lhs = b m k, rhs = b k n, out = b m n elements, so sqrt(lhs rhs out / b) = b m k n. A batch dim is one
     that is longer than one in all three; the compiler writes it as a spatial dim of a convolution.
     """
     if instruction.opcode not in ("convolution", "dot"):
-        return 0.0, False
+        return 0.0, "bf16"
     lhs, rhs = (_shape(computation, name)[0] for name in instruction.operands[:2])
     out = instruction.shape[0]
     batch = 1
@@ -172,8 +179,7 @@ def _flops(computation: Computation, instruction: Instruction) -> tuple[float, b
             if min(sizes) > 1:
                 batch *= min(sizes)
     macs = math.sqrt(float(lhs.elements) * rhs.elements * out.elements / batch)
-    narrow = all(a.dtype.startswith(("f8", "s8", "u8", "s4", "u4")) for a in (lhs, rhs))
-    return 2.0 * macs, narrow
+    return 2.0 * macs, precision(lhs, rhs)
 
 
 def _is_view(i: Instruction) -> bool:
@@ -348,7 +354,7 @@ def _grouped(computation: Computation, instruction: Instruction, device: Device)
         flops = 2.0 * rows.dims[0] * inner.dims[1] * inner.dims[2]
     else:  # the weights' gradient: [groups, in, out] from two tall matrices
         flops = 2.0 * max(s.dims[0] for s in shapes if len(s.dims) == 2) * math.prod(out.dims[-2:])
-    peak = device.peak_flops_per_s("int8" if rows.dtype.startswith(("f8", "s8")) else "bf16")
+    peak = device.peak_flops_per_s(precision(rows))
     efficiency = rates()[device.name].matmul_efficiency * device.kernels.grouped_efficiency
     moved = sum(s.bytes for s in shapes) + out.bytes
     return OpCost(
