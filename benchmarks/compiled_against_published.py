@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import published
 import rows
 
 from slicewise.catalog import chips, flags
@@ -39,21 +40,34 @@ CHOSEN = (
     "maxtext-v4-22b-1xv4-128-may23",
     "maxtext-v4-22b-2xv4-128-may23",
     "maxtext-v4-22b-8xv4-128-may23",
+    "maxtext-v4-22b-4xv4-128-may23",
     "maxtext-v5e-16b-1xv5e-256-oct23",
     "maxtext-v5e-16b-2xv5e-256-oct23",
+    "maxtext-v5e-16b-4xv5e-256-oct23",
+    "maxtext-v5e-16b-16xv5e-256-oct23",
     "maxtext-v5e-32b-1xv5e-256-oct23",
     "maxtext-v5e-32b-4xv5e-256-oct23",
+    "maxtext-v5e-32b-2xv5e-256-oct23",
+    "maxtext-v5e-32b-16xv5e-256-oct23",
     "maxtext-v5e-128b-1xv5e-256-oct23",
+    "maxtext-v5e-128b-4xv5e-256-oct23",
     "maxtext-v5p-32b-1xv5p-128-dec23",
     "maxtext-v5p-32b-2xv5p-128-dec23",
     "maxtext-v5p-128b-1xv5p-256-dec23",
+    "maxtext-v5p-128b-2xv5p-256-dec23",
+    "maxtext-v5p-128b-1xv5p-512-mar24",
+    "maxtext-v5p-1024b-1xv5p-2048-dec23",
     "maxtext-tier-v5p-llama2-70b-512c",
     "maxtext-tier-v5p-mixtral-8x7b",
     "tpurec-v5p_gpt3-175b-maxtext-0dfb6a6",
     "tpurec-trillium_llama3.1-8b-maxtext_v6e-8-d95a9dc",
     "tpurec-trillium_llama3.1-8b-maxtext_v6e-64-d95a9dc",
+    "tpurec-trillium_llama3.1-8b-maxtext_v6e-16-d95a9dc",
+    "tpurec-trillium_llama3.1-8b-maxtext_v6e-256-d95a9dc",
     "tpurec-trillium_llama3.1-70b-maxtext_v6e-32-d95a9dc",
     "tpurec-trillium_llama3.1-70b-maxtext_v6e-256-d95a9dc",
+    "tpurec-trillium_llama3.1-70b-maxtext_v6e-64-d95a9dc",
+    "tpurec-trillium_llama3.1-70b-maxtext_v6e-128-d95a9dc",
     "maxtext-v6e-32-llama2-7b-maxtest",
     "tpurec-trillium_mistral-7b-maxtext-44189f9",
     "tpurec-trillium_gpt3-175b-maxtext_bf16-44189f9",
@@ -92,6 +106,7 @@ def main() -> None:
     arguments = parser.parse_args()
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     errors: list[float] = []
+    apart: list[float] = []  # planner and compiler
     for point in chosen(arguments.points):
         if arguments.only not in point["id"]:
             continue
@@ -100,11 +115,13 @@ def main() -> None:
             kept[key] = {"id": point["id"], **compiled(point, arguments.depth)}
             KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
         errors += show(point, kept.get(key))
+        apart += planner_apart(point, kept.get(key))
     if errors:
         worst = sorted(abs(e) for e in errors)
         p90 = worst[min(len(worst) - 1, round(0.9 * (len(worst) - 1)))]
         print(f"{len(errors)} rows: median error {statistics.median(worst):.1%}, p90 {p90:.1%}", end="")
         print(f", bias {statistics.median(errors):+.1%}")
+        print(f"planner and compiler differ by {statistics.median(apart):.1%} in median")
 
 
 def chosen(path: Path | None) -> Iterator[dict[str, Any]]:
@@ -141,6 +158,14 @@ def show(point: dict[str, Any], result: dict[str, Any] | None) -> list[float]:
     fit = "" if result["fits"] else "  DOES NOT FIT"
     print(f"{point['id']:58s} {published:8.3f} {result['step_time_s']:8.3f} {off:+7.1%}  {parts}{fit}")
     return [off]
+
+
+def planner_apart(point: dict[str, Any], result: dict[str, Any] | None) -> list[float]:
+    """How far the planner's step is from the compiled one, as a share of it."""
+    priced = published.price(point)
+    if result is None or "refused" in result or isinstance(priced, str):
+        return []
+    return [abs(priced[1].step_time_s / result["step_time_s"] - 1)]
 
 
 def compiled(point: dict[str, Any], depth: str) -> dict[str, Any]:
