@@ -145,7 +145,6 @@ def test_debug_shows_the_traceback_and_the_code_stays(slicewise):
     ("overrides", "words"),
     [
         (["model=demo-tny"], ["unknown model 'demo-tny'", "Did you mean 'demo-tiny'"]),
-        (["model=mixtral-8x7b"], ["mixture-of-experts", "dense model"]),
         (["dataset=text", "dataset_path=nowhere"], ["nowhere", "No such file"]),
         (["dataset=text", "dataset_path=empty"], ["empty"]),
         (["dataset=text", "dataset_path=nothing.txt"], ["nothing.txt holds no document"]),
