@@ -9,7 +9,7 @@ from slicewise.catalog import slices
 from slicewise.compile import check, fix, search
 from slicewise.config import load_config, with_overrides
 from slicewise.costs.shapes import model_shape
-from slicewise.errors import UserError
+from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.plan.run_config import priced
 
@@ -79,6 +79,23 @@ def test_a_layout_that_the_compiler_refuses_is_ranked_last_with_its_reason(compi
     assert found.trials[-1].problem.startswith("the compiler crashed")
 
 
+@pytest.mark.parametrize("look", [search, fix])
+def test_a_machine_that_cannot_compile_is_not_taken_for_a_layout_that_does_not_fit(
+    compiled_by_price, monkeypatch, look
+):
+    def full_disk(request, **options):
+        raise UserError("the cache cannot be written: No space left on device.", code=ExitCode.INTERNAL)
+
+    monkeypatch.setattr(look, "compile_request", full_disk)
+    config = load_config(None, [*BASE, "remat_policy=minimal"]).config
+    asked = {
+        search: lambda: search.search_compiled(config, CLUSTER, top=2, seconds=60),
+        fix: lambda: fix.fixed(config, CLUSTER),
+    }
+    with pytest.raises(UserError, match="No space left"):
+        asked[look]()
+
+
 def test_a_fix_is_the_first_by_price_that_fits(compiled_by_price):
     config = load_config(None, ["model=llama3-8b", "sequence_length=8192", "global_batch_size=64"]).config
     cluster = slices.cluster("v6e:4x4")
@@ -109,9 +126,9 @@ def test_a_check_stores_once_then_compares(compiled_step, tmp_path):
     stored = check.read(path)
     assert stored == check.Stored.of(step)
     assert check.problems(step, stored) == []
-    faster = dataclasses.replace(stored, step_time_s=0.9 * stored.step_time_s)
-    smaller = dataclasses.replace(stored, hbm_bytes=0.5 * stored.hbm_bytes)
-    elsewhere = dataclasses.replace(stored, slice="v5e:4x4")
+    faster = stored.model_copy(update={"step_time_s": 0.9 * stored.step_time_s})
+    smaller = stored.model_copy(update={"hbm_bytes": 0.5 * stored.hbm_bytes})
+    elsewhere = stored.model_copy(update={"what": stored.what.replace("v5e:2x2", "v5e:4x4")})
     assert ["slower" in p for p in check.problems(step, faster)] == [True]
     assert ["above the stored" in p for p in check.problems(step, smaller)] == [True]
     assert ["v5e:4x4" in p for p in check.problems(step, elsewhere)] == [True]
@@ -121,7 +138,12 @@ def test_a_check_fails_for_what_does_not_fit(compiled_step):
     assert "does not fit" in check.problems(compiled_step("too_large_v5e"), None)[0]
 
 
-@pytest.mark.parametrize("text", ["", "{}", json.dumps({"slice": 1, "extra": 2}), "[]"])
+NUMBERS = [
+    f'{{"what": "x", "step_time_s": {n}, "hbm_bytes": 1.0}}' for n in ("NaN", "-1.0", '"a"', "Infinity")
+]
+
+
+@pytest.mark.parametrize("text", ["", "{}", json.dumps({"slice": 1, "extra": 2}), "[]", *NUMBERS])
 def test_a_stored_result_that_is_none_is_refused(tmp_path, text):
     path = tmp_path / "result.json"
     path.write_text(text)

@@ -69,7 +69,11 @@ def test_what_is_no_executable_of_these_versions_is_refused(step_and_file, tmp_p
     old.write_bytes(pickle.dumps(kept | {"versions": {"jax": "0.1"}}))
     with pytest.raises(UserError, match=r"made with jax 0\.1"):
         executable.load(str(old), step)
-    for content in (b"", b"not a pickle", pickle.dumps([1])):
+    odd = [
+        pickle.dumps(x) for x in ([1], {"versions": 1, "executable": 2}, {"versions": {}, "executable": (1,)})
+    ]
+    damaged = bytes([path.read_bytes()[0], 71]) + path.read_bytes()[2:500]
+    for content in (b"", b"not a pickle", *odd, damaged):
         (tmp_path / "bad.bin").write_bytes(content)
         with pytest.raises(UserError, match="none of slicewise compile"):
             executable.load(str(tmp_path / "bad.bin"), step)

@@ -47,6 +47,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     from slicewise.report import compiled as report
     from slicewise.report import timeline
 
+    compile_more.check_options(arguments)
     if arguments.trace:
         timeline.check_path(arguments.trace)
     timeout_s = quantities.seconds(arguments.timeout, "--timeout")
@@ -70,7 +71,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         return compile_more.check(arguments, step)
     if step.fits:
         return ExitCode.DONE
-    return compile_more.fix(arguments, config, cluster) if arguments.fix else ExitCode.USER
+    return compile_more.fix(config, cluster, timeout_s, limit) if arguments.fix else ExitCode.USER
 
 
 def _files(arguments: argparse.Namespace, step: "CompiledStep", comparison: "Comparison") -> list[str]:

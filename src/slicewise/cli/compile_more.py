@@ -3,6 +3,7 @@
 import argparse
 import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slicewise.cli import quantities
@@ -29,6 +30,38 @@ def takes_options(parser: argparse.ArgumentParser) -> None:
     more.add_argument("--check", metavar="RESULT.json", help=check)
     serialize = "compile to machine code and write it, for the key 'executable' of a run"
     more.add_argument("--serialize", metavar="FILE", help=serialize)
+
+
+FILES = ("trace", "html", "check", "serialize", "write")
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Refuses options that do not go together, and files that could not be written, before anything is compiled."""
+    given = {n for n in FILES if getattr(arguments, n) is not None} | {
+        n for n in ("fix", "search") if getattr(arguments, n)
+    }
+    alone = given & {"trace", "html", "check", "serialize", "fix"}
+    if "search" in given and alone:
+        raise UserError(
+            f"--{min(alone)} does not go with --search, which compiles many layouts; leave one out."
+        )
+    if "write" in given and "search" not in given:
+        raise UserError("--write writes what --search finds; add --search.")
+    if {"fix", "check"} <= given:
+        raise UserError("--fix does not go with --check; leave one out.")
+    if arguments.program != "update" and given & {"fix", "search", "serialize"}:
+        name = min(given & {"fix", "search", "serialize"})
+        raise UserError(f"--{name} is for --program update, the training step.")
+    for name in sorted(given & set(FILES)):
+        _check_writable(name, getattr(arguments, name))
+
+
+def _check_writable(name: str, path: str) -> None:
+    folder = Path(path).absolute().parent
+    if not path or Path(path).is_dir():
+        raise UserError(f"--{name} '{path}': expected the path of a file.")
+    if name != "trace" and not folder.is_dir():  # that one makes its folders
+        raise UserError(f"--{name} {path}: there is no folder {folder}; make it.")
 
 
 def search(arguments: argparse.Namespace, config: "RunConfig", cluster: "Cluster") -> int:
@@ -61,16 +94,16 @@ def _write(arguments: argparse.Namespace, best: "Trial") -> str:
     return f"{arguments.write}: {best.name}"
 
 
-def fix(arguments: argparse.Namespace, config: "RunConfig", cluster: "Cluster") -> int:
+def fix(config: "RunConfig", cluster: "Cluster", timeout_s: float, limit: float | None) -> int:
     """Finds a change that fits and prints it; 2 when there is none."""
     from slicewise.compile.fix import fixed
     from slicewise.report import trials
 
     def tried(one: "Fix") -> None:
-        assert one.step is not None
-        print(f"  {' '.join(one.overrides)}: {trials.memory(one.step)}", file=sys.stderr)
+        what = trials.memory(one.step) if one.step else one.problem
+        print(f"  {' '.join(one.overrides)}: {what}", file=sys.stderr)
 
-    found = fixed(config, cluster, tried=tried)
+    found = fixed(config, cluster, tried=tried, timeout_s=timeout_s, memory_limit_bytes=limit)
     if found is None or found.step is None:
         raise UserError("no single change makes it fit; take more chips, a larger slice or a smaller batch.")
     print(f"\n{' '.join(found.overrides)} makes it fit: {trials.memory(found.step)}, ", end="")

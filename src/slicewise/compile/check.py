@@ -1,32 +1,35 @@
 """A stored result to hold a config to: it still compiles, fits, and is no slower."""
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from slicewise.compile.analysis import CompiledStep
 from slicewise.errors import UserError
+from slicewise.interop.huggingface import load_spec
 
 SLOWER = 0.02  # that a predicted step may be slower than the stored one
 LARGER = 0.02  # that peak memory may be larger
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(BaseModel):
     """What a check compares with."""
 
-    slice: str
-    num_slices: int
-    depth: str
-    step_time_s: float
-    hbm_bytes: float
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    what: str  # model, program, batch, slices and depth, as a sentence says them
+    step_time_s: float = Field(gt=0, allow_inf_nan=False)
+    hbm_bytes: float = Field(gt=0, allow_inf_nan=False)
 
     @classmethod
     def of(cls, step: CompiledStep) -> "Stored":
         r = step.request
-        return cls(
-            r.slice_text, r.cluster.num_slices, r.depth, step.estimate.step_time_s, step.memory.total_bytes
+        data = r.config.data
+        what = (
+            f"{r.program} of {load_spec(r.config.model.model).name}, {data.global_batch_size} sequences of"
+            f" {data.sequence_length}, on {r.cluster.num_slices} x {r.slice_text} at {r.depth} depth"
         )
+        return cls(what=what, step_time_s=step.estimate.step_time_s, hbm_bytes=step.memory.total_bytes)
 
 
 def problems(step: CompiledStep, stored: Stored | None) -> list[str]:
@@ -38,12 +41,8 @@ def problems(step: CompiledStep, stored: Stored | None) -> list[str]:
     if stored is None:
         return found
     now = Stored.of(step)
-    if (now.slice, now.num_slices, now.depth) != (stored.slice, stored.num_slices, stored.depth):
-        return [
-            *found,
-            f"the stored result is of {stored.num_slices} x {stored.slice} at {stored.depth} depth,"
-            f" this one of {now.num_slices} x {now.slice} at {now.depth} depth.",
-        ]
+    if now.what != stored.what:
+        return [*found, f"the stored result is of {stored.what}; this one is {now.what}."]
     if now.step_time_s > (1 + SLOWER) * stored.step_time_s:
         slower = now.step_time_s / stored.step_time_s - 1
         found.append(
@@ -62,18 +61,20 @@ def problems(step: CompiledStep, stored: Stored | None) -> list[str]:
 def read(path: str) -> Stored | None:
     """The stored result; None when there is no such file yet. Raises UserError for one that cannot be read."""
     try:
-        return Stored(**json.loads(Path(path).read_text()))
+        return Stored.model_validate_json(Path(path).read_text())
     except FileNotFoundError:
         return None
     except OSError as e:
         raise UserError(f"stored result {path}: {e.strerror}.") from e
-    except (ValueError, TypeError) as e:
-        raise UserError(f"stored result {path} is none of slicewise compile --check: {e}.") from e
+    except ValueError as e:
+        raise UserError(
+            f"stored result {path} is none of slicewise compile --check; delete it to store a new one."
+        ) from e
 
 
 def write(path: str, step: CompiledStep) -> None:
     """Stores ``step``. Raises UserError when the file cannot be written."""
     try:
-        Path(path).write_text(json.dumps(vars(Stored.of(step)), indent=1) + "\n")
+        Path(path).write_text(Stored.of(step).model_dump_json(indent=1) + "\n")
     except OSError as e:
         raise UserError(f"stored result {path}: {e.strerror}.") from e

@@ -14,16 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from slicewise.catalog import slices
-from slicewise.compile.programs import build_program
-from slicewise.compile.target import absent_devices
-from slicewise.config import RunConfig
 from slicewise.errors import UserError
-from slicewise.parallel.cluster import by_slice
-from slicewise.parallel.mesh import build_mesh
-from slicewise.train import executable
 
 PR_SET_PDEATHSIG = 1
 
@@ -37,7 +28,9 @@ def die_with_parent() -> None:
 
 
 def main() -> None:
-    die_with_parent()
+    die_with_parent()  # before the imports below, which take seconds
+    import jax
+
     directory, request = Path(sys.argv[1]), json.load(sys.stdin)
     try:
         compile_program(request, directory)
@@ -50,6 +43,16 @@ def main() -> None:
 
 
 def compile_program(request: dict[str, Any], directory: Path) -> None:
+    import jax
+
+    from slicewise.catalog import slices
+    from slicewise.compile.programs import build_program
+    from slicewise.compile.target import absent_devices
+    from slicewise.config import RunConfig
+    from slicewise.parallel.cluster import by_slice
+    from slicewise.parallel.mesh import build_mesh
+    from slicewise.train import executable
+
     cluster = slices.cluster(request["slice"], request["num_slices"])
     config = RunConfig(**request["config"])
     mesh = build_mesh(config, by_slice(absent_devices(cluster)))

@@ -1,6 +1,7 @@
 """Runs the TPU compiler on a program in a process of its own, to the schedule or to the end, and keeps what it said."""
 
 import contextlib
+import errno
 import functools
 import gzip
 import hashlib
@@ -25,6 +26,7 @@ from slicewise.interop.huggingface import load_spec
 
 Depth = Literal["schedule", "full"]
 POLL_S = 0.05
+MOST_SLICES = 256  # of a queued resource
 # How the compiler calls the chips; two devices of TPU7x share a chip whatever is asked for.
 COMPILER_NAMES = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x"}
 SETTINGS = {
@@ -70,7 +72,7 @@ class Request:
     @property
     def is_cached(self) -> bool:
         """Whether compiling it takes no time."""
-        return (cache_directory() / self.key / "facts.json").exists()
+        return _facts_of(cache_directory() / self.key) is not None
 
     @property
     def key(self) -> str:
@@ -90,6 +92,10 @@ class Request:
         ]
         parts += [_versions(), _source_digest()]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+class CompileFailed(UserError):
+    """This one program was not compiled: the compiler crashed or passed a limit. Others may well be."""
 
 
 @dataclass(frozen=True)
@@ -121,25 +127,71 @@ def compile_request(
     """
     _check(request)
     kept = cache_directory() / request.key
-    if (kept / "facts.json").exists():
-        return Compiled(request, kept, json.loads((kept / "facts.json").read_text()), True)
+    if facts := _facts_of(kept):
+        return Compiled(request, kept, facts, True)
     work = kept.with_name(f"{request.key}.{os.getpid()}.{time.monotonic_ns()}")
     try:
+        _sweep(kept.parent)
         (work / "dump").mkdir(parents=True)
-    except OSError as e:
-        raise UserError(
-            f"{e.filename} cannot be made: {e.strerror}; set XDG_CACHE_HOME to a place that can be written.",
-            code=ExitCode.INTERNAL,
-        ) from e
-    try:
         facts = _Child(request, work).run(timeout_s, memory_limit_bytes)
         _keep(work, facts, request.depth)
-        work.replace(kept)
-    except OSError:
-        if not (kept / "facts.json").exists():  # else another process kept the same content first
-            raise
+        _put(work, kept)
+    except CompileFailed:
+        shutil.rmtree(work / "dump", ignore_errors=True)  # the log stays: the message names it
+        raise
+    except OSError as e:
         shutil.rmtree(work, ignore_errors=True)
-    return Compiled(request, kept, json.loads((kept / "facts.json").read_text()), False)
+        raise UserError(
+            f"{e.filename or work} cannot be written: {e.strerror};"
+            " set XDG_CACHE_HOME to a place that can be written.",
+            code=ExitCode.INTERNAL,
+        ) from e
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    kept_facts = _facts_of(kept)
+    assert kept_facts is not None
+    return Compiled(request, kept, kept_facts, False)
+
+
+def _facts_of(kept: Path) -> dict[str, Any] | None:
+    """The facts of a whole entry of the cache; None where there is none or it is damaged."""
+    facts = _read(kept / "facts.json")
+    sizes = facts.get("sizes") if facts else None
+    if facts is None or not isinstance(sizes, dict) or not sizes:
+        return None
+    whole = all((kept / n).is_file() and (kept / n).stat().st_size == size for n, size in sizes.items())
+    return facts if whole else None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The JSON object in ``path``; None where there is none, or not all of it."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _put(work: Path, kept: Path) -> None:
+    """Makes ``work`` the entry ``kept``, unless another process did first; a damaged entry gives way."""
+    if _facts_of(kept) is None:
+        if kept.is_dir() and not kept.is_symlink():
+            shutil.rmtree(kept)
+        else:
+            kept.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            work.replace(kept)
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def _sweep(cache: Path) -> None:
+    """Removes what processes that were killed left behind, a day later: somebody may read their logs."""
+    for path in cache.glob("*.*.*"):
+        pid = path.name.split(".")[1]
+        is_old = path.is_dir() and time.time() - path.stat().st_mtime > 86_400
+        if is_old and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _check(request: Request) -> None:
@@ -148,6 +200,8 @@ def _check(request: Request) -> None:
     compiler_name(cluster)
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("the TPU compiler is not installed: pip install 'slicewise[compile]'.")
+    if cluster.num_slices > MOST_SLICES:
+        raise UserError(f"{cluster.num_slices} slices: at most {MOST_SLICES} can be joined.")
     resolve_degrees(request.config, num_slices=cluster.num_slices, devices_per_slice=cluster.slice.devices)
 
 
@@ -212,7 +266,7 @@ class _Child:
         finally:
             usage = _end(process)
         if stopped not in (None, "schedule"):
-            raise UserError(
+            raise CompileFailed(
                 f"the compiler was stopped: it {stopped}. Its log: {self.log}", code=ExitCode.INTERNAL
             )
         facts = self._facts(process, stopped == "schedule")
@@ -243,9 +297,10 @@ class _Child:
         return process
 
     def _dumped(self, suffix: str) -> Path | None:
-        if not (self.work / "facts.json").exists():
+        facts = _read(self.work / "facts.json")
+        if facts is None:
             return None
-        module = json.loads((self.work / "facts.json").read_text())["module"]
+        module = facts["module"]
         return next(iter(sorted(self.dump.glob(f"module_*.{module}.*.{suffix}"))), None)
 
     def _schedule_is_there(self) -> bool:
@@ -265,18 +320,27 @@ class _Child:
                     if process.returncode < 0
                     else f"code {process.returncode}"
                 )
-                raise UserError(f"the compiler crashed ({how}). Its log: {self.log}", code=ExitCode.INTERNAL)
-            outcome = json.loads((self.work / "outcome.json").read_text())
+                raise CompileFailed(
+                    f"the compiler crashed ({how}). Its log: {self.log}", code=ExitCode.INTERNAL
+                )
+            outcome = _whole(self.work / "outcome.json")
         message = outcome["error"]
         if message and outcome["kind"] == "user":
-            shutil.rmtree(self.work)
             raise UserError(message)
         if message and "CompileTimeHbmOom" not in message and "memory space hbm" not in message:
-            raise UserError(
+            raise CompileFailed(
                 f"the compiler refuses this program: {message.splitlines()[0]} Its log: {self.log}"
             )
-        facts = json.loads((self.work / "facts.json").read_text())
+        facts = _whole(self.work / "facts.json")
         return facts | {"out_of_memory": message}
+
+
+def _whole(path: Path) -> dict[str, Any]:
+    """What the child left in ``path``. Raises OSError where it could not write all of it."""
+    found = _read(path)
+    if found is None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    return found
 
 
 def _running(process: subprocess.Popen) -> bool:
@@ -309,6 +373,7 @@ def _keep(work: Path, facts: dict[str, Any], depth: Depth) -> None:
             if path := next(iter(sorted((work / "dump").glob(f"module_*.{module}.*{suffix}"))), None):
                 (work / f"{name}.gz").write_bytes(gzip.compress(path.read_bytes(), 6))
                 break
+    facts["sizes"] = {path.name: path.stat().st_size for path in work.glob("*.gz")}
     shutil.rmtree(work / "dump")
     (work / "outcome.json").unlink(missing_ok=True)
     (work / "facts.json.tmp").write_text(json.dumps(facts))

@@ -1,14 +1,14 @@
 """The cheapest change that makes a step fit: proposed by the planner's prices, proved by compiling it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slicewise.catalog.slices import Cluster
 from slicewise.compile.analysis import CompiledStep, analyse
-from slicewise.compile.compiler import Request, compile_request
+from slicewise.compile.compiler import CompileFailed, Request, compile_request
 from slicewise.config import RunConfig, with_overrides
 from slicewise.costs.shapes import model_shape
-from slicewise.errors import UserError
+from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.plan.run_config import priced
 
@@ -24,6 +24,7 @@ class Fix:
     overrides: tuple[str, ...]
     planned_s: float
     step: CompiledStep | None = None  # once compiled
+    problem: str = ""  # why it was not
 
     @property
     def fits(self) -> bool:
@@ -59,14 +60,23 @@ def proposals(config: RunConfig, cluster: Cluster) -> list[Fix]:
 
 
 def fixed(
-    config: RunConfig, cluster: Cluster, *, tried: Callable[[Fix], None] = lambda fix: None
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    tried: Callable[[Fix], None] = lambda fix: None,
+    timeout_s: float = 3600.0,
+    memory_limit_bytes: float | None = None,
 ) -> Fix | None:
     """The first of ``proposals`` that fits when it is compiled; None when none of them does."""
     for fix in proposals(config, cluster)[:MOST_TRIALS]:
         request = Request(with_overrides(config, fix.overrides), cluster)
         try:
-            step = analyse(compile_request(request))
-        except UserError:
+            limits = {"timeout_s": timeout_s, "memory_limit_bytes": memory_limit_bytes}
+            step = analyse(compile_request(request, **limits))  # type: ignore[arg-type]
+        except UserError as e:
+            if e.code != ExitCode.USER and not isinstance(e, CompileFailed):
+                raise  # this machine's fault, and so every change's
+            tried(replace(fix, problem=str(e).splitlines()[0]))
             continue
         done = Fix(fix.overrides, fix.planned_s, step)
         tried(done)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 from slicewise.catalog.slices import Cluster
 from slicewise.compile.analysis import CompiledStep, analyse
-from slicewise.compile.compiler import Request, compile_request
+from slicewise.compile.compiler import CompileFailed, Request, compile_request
 from slicewise.config import RunConfig, with_overrides
 from slicewise.costs.shapes import model_shape
-from slicewise.errors import UserError
+from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.plan.run_config import Value, as_overrides, beyond_config, config_values, priced, workload_of
 from slicewise.plan.search import Candidate, search
@@ -83,6 +83,8 @@ def _tried(request: Request, proposal: Trial, timeout_s: float) -> Trial:
     try:
         step = analyse(compile_request(request, timeout_s=timeout_s))
     except UserError as e:
+        if e.code != ExitCode.USER and not isinstance(e, CompileFailed):
+            raise  # this machine's fault, and so every layout's
         return replace(proposal, problem=str(e).splitlines()[0])
     return replace(proposal, step=step, problem="" if step.fits else "does not fit")
 

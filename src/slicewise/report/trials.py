@@ -43,17 +43,22 @@ def show(out: Console, found: "Found") -> None:
         say(out, f"Fastest that fits: {found.best.name}.", "bold")
     else:
         say(out, "None of these layouts fits.", "bold")
+    problems: list[str] = []
     made = table("layout", "predicted", "MFU", "memory", "planned", "compiled in", words=1)
     for t in found.trials:
         planned = duration(t.planned_s) if t.planned_s is not None else "-"
         if t.step is None:
-            made.add_row(t.name, t.problem[:60], "", "", planned, "")
+            made.add_row(t.name, "not compiled", "", "", planned, "")
+            problems.append(f"{t.name}: {t.problem}")
             continue
         e = t.step.estimate
         spent = "cached" if t.step.from_cache else f"{t.step.cpu_s:.0f} CPU s"
         seconds = duration(e.step_time_s) if t.counts else t.problem
         made.add_row(t.name, seconds, f"{e.mfu:.1%}", memory(t.step), planned, spent)
+    made.columns[0].min_width = 24  # a narrow terminal folds names, and does not lose them
     out.print(made)
+    for problem in problems:
+        say(out, problem)
     if found.skipped:
         say(out, f"{found.skipped} more were left when time was up; the same command goes on with them.")
 

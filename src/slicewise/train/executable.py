@@ -27,17 +27,16 @@ def load(path: str, step: TrainStep) -> Any:
     """
     try:
         kept = pickle.loads(Path(path).read_bytes())
-        versions, executable = kept["versions"], kept["executable"]
+        versions, (payload, in_tree, out_tree) = dict(kept["versions"]), kept["executable"]
     except OSError as e:
         raise UserError(f"executable {path}: {e.strerror}.") from e
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, ImportError) as e:
+    except Exception as e:  # what is no pickle can fail in any way
         raise UserError(f"executable {path} is none of slicewise compile --serialize.") from e
     if versions != _versions():
         was = ", ".join(f"{name} {number}" for name, number in versions.items())
         raise UserError(f"executable {path} was made with {was}; make it again with what is installed here.")
     devices = list(step.mesh.devices.flat)
     try:
-        payload, in_tree, out_tree = executable
         loaded = deserialize_and_load(
             payload, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
         )

@@ -1,0 +1,78 @@
+"""What the cache of compiled programs holds is whole, or is made again."""
+
+import gzip
+import json
+
+import pytest
+
+from slicewise.catalog import slices
+from slicewise.compile import compiler
+from slicewise.compile.compiler import Request, compile_request
+from slicewise.config import load_config
+
+
+@pytest.fixture
+def compiles(program_cache, monkeypatch):
+    """Compiling leaves three small files; returns how often it was done."""
+    done = []
+
+    def run(child, timeout_s, memory_limit_bytes):
+        done.append(child.request)
+        for suffix in (
+            ".after_optimizations.txt",
+            ".after_optimizations-buffer-assignment.txt",
+            "live-range.txt",
+        ):
+            (child.dump / f"module_0000.jit_update.x{suffix}").write_text("HloModule")
+        (child.work / "facts.json").write_text("{}")
+        return {"module": "jit_update", "out_of_memory": None}
+
+    monkeypatch.setattr(compiler._Child, "run", run)
+    monkeypatch.setattr(compiler, "_check", lambda request: None)
+    return done
+
+
+@pytest.fixture
+def request_(tmp_path):
+    config = load_config(None, ["model=demo-tiny", f"sequence_length={128 * (1 + hash(str(tmp_path)) % 97)}"])
+    return Request(config.config, slices.cluster("v5e:2x2"))
+
+
+def test_the_same_request_is_compiled_once(compiles, request_):
+    first = compile_request(request_)
+    assert not first.from_cache
+    assert first.text("scheduled.hlo") == "HloModule"
+    assert request_.is_cached
+    assert compile_request(request_).from_cache
+    assert len(compiles) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("facts.json", ""),
+        ("facts.json", "{}"),
+        ("facts.json", '{"mesh": {"da'),
+        ("facts.json", None),
+        ("scheduled.hlo.gz", ""),
+        ("buffers.txt.gz", None),
+        ("live_ranges.txt.gz", "garbage"),
+    ],
+)
+def test_a_damaged_entry_is_made_again(compiles, request_, name, content):
+    path = compile_request(request_).directory / name
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    assert not request_.is_cached
+    again = compile_request(request_)
+    assert len(compiles) == 2
+    assert again.text("scheduled.hlo") == "HloModule"
+    assert sorted(p.name for p in again.directory.parent.glob(f"{request_.key}*")) == [request_.key]
+
+
+def test_an_entry_is_whole_before_it_has_its_name(compiles, request_):
+    kept = compile_request(request_).directory
+    sizes = json.loads((kept / "facts.json").read_text())["sizes"]
+    assert set(sizes) == {"scheduled.hlo.gz", "buffers.txt.gz", "live_ranges.txt.gz"}
+    assert all(gzip.decompress((kept / n).read_bytes()) for n in sizes)
