@@ -202,3 +202,22 @@ def test_the_page_without_plotly_says_what_to_install(kept, monkeypatch, tmp_pat
     arguments = cli._parser().parse_args([*TINY, *HERE, "--html", str(tmp_path / "p.html")])
     with pytest.raises(UserError, match=r"slicewise\[report\]"):
         arguments.verb(arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--search", "--check", "a.json"], ["--check does not go with --search"]),
+        (["--search", "--trace", "a.json"], ["--trace does not go with --search"]),
+        (["--write", "a.toml"], ["--write", "add --search"]),
+        (["--fix", "--check", "a.json"], ["--fix does not go with --check"]),
+        (["--fix", "--program", "decode"], ["--fix is for --program update"]),
+        (["--check", ""], ["--check ''", "expected the path of a file"]),
+        (["--serialize", "absent/step.bin"], ["there is no folder", "absent"]),
+        (["--slices", "100000"], ["100000 slices", "at most 256"]),
+    ],
+)
+def test_options_that_mean_nothing_together_are_refused_before_compiling(refused, options, words):
+    code, line = refused(*HERE, *options)
+    assert code == 2
+    assert all(word in line for word in words), line
