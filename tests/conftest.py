@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "64"  # threads enough for the collectives of eight devices: see launch/targets/local.py
@@ -15,6 +16,11 @@ os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     " --xla_backend_optimization_level=0"  # compiles three times as fast; the arithmetic stays float32
 )
+
+
+# How long an example takes says how busy the machine is, and nothing about the code.
+settings.register_profile("any-load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-load")
 
 
 @pytest.fixture
