@@ -136,20 +136,17 @@ def log_of(line):
 
 @pytest.mark.aot
 @needs_compiler
-def test_a_compile_that_takes_too_long_is_stopped(refused):
-    code, line = refused(*HERE, "weight_decay=0.21", "--timeout", "0.1")
+@pytest.mark.parametrize(
+    ("limit", "why"),
+    [
+        (["weight_decay=0.21", "--timeout", "0.1"], "took longer than 0.1 s. Its log: "),
+        (["weight_decay=0.22", "--memory-limit", "20MB"], "used more than "),
+    ],
+)
+def test_a_compile_that_passes_a_limit_is_stopped(refused, limit, why):
+    code, line = refused(*HERE, *limit)
     assert code == 1
-    assert line.startswith("the compiler was stopped: it took longer than 0.1 s. Its log: ")
-    assert log_of(line).exists()
-    assert not children()
-
-
-@pytest.mark.aot
-@needs_compiler
-def test_a_compile_that_takes_too_much_memory_is_stopped(refused):
-    code, line = refused(*HERE, "weight_decay=0.22", "--memory-limit", "20MB")
-    assert code == 1
-    assert line.startswith("the compiler was stopped: it used more than ")
+    assert line.startswith(f"the compiler was stopped: it {why}")
     assert log_of(line).exists()
     assert not children()
 

@@ -12,8 +12,9 @@ from slicewise.config import load_config
 
 
 @pytest.fixture
-def compiles(program_cache, monkeypatch):
-    """Compiling leaves three small files; returns how often it was done."""
+def compiles(tmp_path, monkeypatch):
+    """Compiling leaves three small files in a cache of the test's own; returns what was compiled."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = []
 
     def run(child, timeout_s, memory_limit_bytes):
@@ -33,9 +34,8 @@ def compiles(program_cache, monkeypatch):
 
 
 @pytest.fixture
-def request_(tmp_path):
-    config = load_config(None, ["model=demo-tiny", f"sequence_length={128 * (1 + hash(str(tmp_path)) % 97)}"])
-    return Request(config.config, slices.cluster("v5e:2x2"))
+def request_():
+    return Request(load_config(None, ["model=demo-tiny"]).config, slices.cluster("v5e:2x2"))
 
 
 def test_the_same_request_is_compiled_once(compiles, request_):

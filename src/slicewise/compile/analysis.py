@@ -48,7 +48,6 @@ class CompiledStep:
     seconds: Mapping[tuple[str, str], float]  # of the core, by (part of the model, pass)
     communication: tuple[Communication, ...]  # the longest first
     flops: Mapping[str, float]  # of one device, by pass
-    estimated_share: float  # of the core's seconds, from the compiler's own cycles
     cpu_s: float  # that compiling took
     wall_s: float
     peak_rss_bytes: float
@@ -93,7 +92,6 @@ def analyse(compiled: Compiled) -> CompiledStep:
         seconds=seconds,
         communication=_communication(played.totals),
         flops={name: done for name, done in flops.items() if done},
-        estimated_share=1.0 if request.depth == "full" else 0.0,
         cpu_s=compiled.facts["cpu_s"],
         wall_s=compiled.facts["wall_s"],
         peak_rss_bytes=compiled.facts["peak_rss_bytes"],

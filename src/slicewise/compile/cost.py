@@ -104,13 +104,13 @@ class _Work:
 def _work(module: Module, computation: Computation, instruction: Instruction) -> _Work:
     if instruction.opcode != "fusion":
         read = sum(
-            a.bytes for name in instruction.operands for a in _shape(computation, name) if a.space == HBM
+            a.bytes for name in instruction.operands for a in computation.shape_of(name) if a.space == HBM
         )
         written = sum(a.bytes for a in instruction.shape if a.space == HBM)
         if instruction.opcode == "dynamic-slice":
             read = written
         if instruction.opcode == "dynamic-update-slice":
-            update = sum(a.bytes for a in _shape(computation, instruction.operands[1]))
+            update = sum(a.bytes for a in computation.shape_of(instruction.operands[1]))
             read = written = update
         flops, found = _flops(computation, instruction)
         return _Work(
@@ -120,7 +120,7 @@ def _work(module: Module, computation: Computation, instruction: Instruction) ->
     flops, elements, found = _inner_work(module, inner)
     moved = 0.0
     for name, parameter in zip(instruction.operands, inner.parameters, strict=False):
-        moved += _read_bytes(module, inner, parameter, _shape(computation, name))
+        moved += _read_bytes(module, inner, parameter, computation.shape_of(name))
     return _Work(flops, moved + _written_bytes(inner, instruction), elements, found)
 
 
@@ -142,7 +142,7 @@ def _inner_work(module: Module, inner: Computation) -> tuple[float, float, str]:
             and i.opcode not in ("broadcast", "reshape", "custom-call")
             and not _is_collective(i)
         ):
-            made = _shape(inner, i.operands[1]) if i.opcode == "dynamic-update-slice" else i.shape
+            made = inner.shape_of(i.operands[1]) if i.opcode == "dynamic-update-slice" else i.shape
             elements += max((a.elements for a in made), default=0)
     return flops, elements, found
 
@@ -162,7 +162,7 @@ def _flops(computation: Computation, instruction: Instruction) -> tuple[float, s
     """
     if instruction.opcode not in ("convolution", "dot"):
         return 0.0, "bf16"
-    lhs, rhs = (_shape(computation, name)[0] for name in instruction.operands[:2])
+    lhs, rhs = (computation.shape_of(name)[0] for name in instruction.operands[:2])
     out = instruction.shape[0]
     batch = 1
     if instruction.opcode == "dot":
@@ -191,11 +191,6 @@ def _is_view(i: Instruction) -> bool:
 
 def _is_collective(i: Instruction) -> bool:
     return i.opcode.startswith(OPS)
-
-
-def _shape(computation: Computation, name: str) -> tuple[Array, ...]:
-    instruction = computation.instructions.get(name)
-    return instruction.shape if instruction else ()
 
 
 def _read_bytes(
@@ -260,7 +255,7 @@ def _written_bytes(inner: Computation, instruction: Instruction) -> float:
         if array.space != HBM or result.opcode == "parameter" or _is_collective(result):
             continue
         if result.opcode == "dynamic-update-slice":
-            total += sum(a.bytes for a in _shape(inner, result.operands[1]))
+            total += sum(a.bytes for a in inner.shape_of(result.operands[1]))
         else:
             total += array.bytes
     return total
@@ -274,17 +269,19 @@ def _custom_call(computation: Computation, instruction: Instruction, device: Dev
     if target in FREE_CALLS:
         return OpCost("none", 0.0)
     if "splash" in instruction.name or "splash" in instruction.op_name:
-        return _splash(computation, instruction, device)
+        return _splash(instruction, device)
     if "gmm" in instruction.op_name:
         return _grouped(computation, instruction, device)
-    moved = sum(a.bytes for name in instruction.operands for a in _shape(computation, name) if a.space == HBM)
+    moved = sum(
+        a.bytes for name in instruction.operands for a in computation.shape_of(name) if a.space == HBM
+    )
     moved += sum(a.bytes for a in instruction.shape if a.space == HBM)
     return OpCost(
         "kernel", moved / (device.hbm_bytes_per_s * rates()[device.name].hbm_efficiency), 0.0, moved
     )
 
 
-def _splash(computation: Computation, instruction: Instruction, device: Device) -> OpCost:
+def _splash(instruction: Instruction, device: Device) -> OpCost:
     """The attention kernel: its active blocks, each the slower of products and softmax, and its grid steps.
 
     Cycles of a logit are those of the bundles of compiled kernels (costs/compute.py), the block sizes those that the
@@ -292,13 +289,13 @@ def _splash(computation: Computation, instruction: Instruction, device: Device) 
     """
     settings = _kernel_settings(instruction)
     backward = "dkv" in instruction.name or "_dq" in instruction.name
-    q, k, v = _queries_keys_values(computation, instruction)
+    q, k, v = _queries_keys_values(instruction)
     *lead, heads, tokens, qk_dim = q.dims
     rows, v_dim = math.prod(lead) if lead else 1, v.dims[-1]
     keys = k.dims[-2]
     block_q = min(int(settings.get("block_q_dkv" if backward else "block_q") or 512), tokens)
     block_kv = min(int(settings.get("block_kv_dkv" if backward else "block_kv") or 512), keys)
-    active = _active_blocks(instruction, computation, tokens, keys, block_q, block_kv)
+    active = _active_blocks(instruction, tokens, keys, block_q, block_kv)
     blocks = rows * heads * active
     logits = blocks * block_q * block_kv
     qk, vv = 128 * math.ceil(qk_dim / 128), 128 * math.ceil(v_dim / 128)
@@ -326,16 +323,14 @@ def _kernel_settings(instruction: Instruction) -> Mapping[str, Any]:
         return {}
 
 
-def _queries_keys_values(computation: Computation, instruction: Instruction) -> tuple[Array, Array, Array]:
+def _queries_keys_values(instruction: Instruction) -> tuple[Array, Array, Array]:
     """The first three operands with heads, tokens and head dim in a floating type."""
     layouts = instruction.attribute("operand_layout_constraints")
     found = [a for a in arrays(layouts) if len(a.dims) >= 3 and a.dtype in ("bf16", "f32", "f16")]
     return found[0], found[1], found[2]
 
 
-def _active_blocks(
-    instruction: Instruction, computation: Computation, tokens: int, keys: int, block_q: int, block_kv: int
-) -> float:
+def _active_blocks(instruction: Instruction, tokens: int, keys: int, block_q: int, block_kv: int) -> float:
     """Blocks of one head that are not wholly masked: the kernel's list of active rows has as many entries."""
     lists = [
         a.dims[0] for a in arrays(instruction.attribute("operand_layout_constraints")) if len(a.dims) == 1
@@ -346,7 +341,7 @@ def _active_blocks(
 
 def _grouped(computation: Computation, instruction: Instruction, device: Device) -> OpCost:
     """A grouped product: rows x inner x columns, at the planner's share of a plain product's rate."""
-    shapes = [s for name in instruction.operands for s in _shape(computation, name) if len(s.dims) >= 2]
+    shapes = [s for name in instruction.operands for s in computation.shape_of(name) if len(s.dims) >= 2]
     rows = max((s for s in shapes if len(s.dims) == 2), key=lambda s: s.elements)
     out = instruction.shape[0]
     inner = max((s for s in shapes if len(s.dims) == 3), key=lambda s: s.elements, default=None)

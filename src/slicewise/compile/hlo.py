@@ -4,12 +4,10 @@ Text, not protocol buffers: it is what the compiler leaves at every depth, also 
 """
 
 import functools
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 ITEM_BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
@@ -111,14 +109,6 @@ class Instruction:
         found = re.search(r"stack_frame_id=(\d+)", self.attributes)
         return int(found[1]) if found else 0
 
-    @functools.cached_property
-    def backend_config(self) -> Mapping[str, Any]:
-        text = self.attribute("backend_config")
-        try:
-            return json.loads(text) if text.startswith("{") else {}
-        except ValueError:
-            return {}
-
     @property
     def estimated_cycles(self) -> float | None:
         """The compiler's own, of a TensorCore; None before code generation and for what it does not estimate."""
@@ -138,6 +128,11 @@ class Computation:
         return next(
             (i for i in self.instructions.values() if i.is_root), list(self.instructions.values())[-1]
         )
+
+    def shape_of(self, name: str) -> tuple[Array, ...]:
+        """The arrays of the value called ``name``; none where it is not of this computation."""
+        instruction = self.instructions.get(name)
+        return instruction.shape if instruction else ()
 
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:

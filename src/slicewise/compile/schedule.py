@@ -35,7 +35,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that occupies a track from ``start_s``; ``rounds`` more follow at once when a loop goes on evenly."""
+    """Something that occupies a track from ``start_s``."""
 
     track: str
     start_s: float
@@ -47,16 +47,14 @@ class Span:
 
 @dataclass
 class Totals:
-    """Sums over the whole program, by (kind, place in the model) and by what was waited for."""
+    """Sums over the whole program, by (kind, instruction) and by what was waited for."""
 
-    seconds: dict[tuple[str, str], float] = field(
-        default_factory=dict
-    )  # of the core: (kind, instruction's op_name)
+    seconds: dict[tuple[str, str], float] = field(default_factory=dict)  # of the core: (kind, instruction)
     busy: dict[str, float] = field(default_factory=dict)  # of each resource
     communication: dict[str, float] = field(default_factory=dict)  # label -> seconds, hidden or not
     communication_bytes: dict[str, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=dict)  # label -> seconds that the core waited
-    flops: dict[str, float] = field(default_factory=dict)  # op_name -> FLOPs
+    flops: dict[str, float] = field(default_factory=dict)  # instruction -> FLOPs
     host_bytes: float = 0.0
 
     def add(self, other: "Totals", times: int) -> None:

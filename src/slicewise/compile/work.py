@@ -1,12 +1,11 @@
 """What each instruction of a scheduled program occupies, and for how long: the replay's view of one."""
 
-import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slicewise.compile import cost
 from slicewise.compile.collectives import OPS, Collective, Layout, collective, first_group, of_group
-from slicewise.compile.hlo import HOST, Array, Computation, Instruction, Module, arrays
+from slicewise.compile.hlo import HOST, Array, Computation, Instruction, Module
 from slicewise.compile.schedule import COPY, DCN, FROM_HOST, SPARSECORE, TO_HOST, Work, is_start
 from slicewise.compile.schedule import HOST as HOST_COPIES
 from slicewise.costs.device import Device
@@ -58,7 +57,7 @@ class Describer:
             j.opcode in ("convolution", "dot", "fusion") for j in inner.instructions.values()
         ):
             return None  # a product that carries a collective on
-        entering = sum(a.bytes for name in found.operands for a in _shape(inner, name))
+        entering = sum(a.bytes for name in found.operands for a in inner.shape_of(name))
         known = collective(found, entering, self.layout, self.device)
         if found.opcode == "all-reduce" and not is_start(module, i):
             kept = sum(a.bytes for a in i.shape)
@@ -77,15 +76,15 @@ class Describer:
         """Something on another unit: a collective or a gather on the SparseCores, a copy to or from a memory."""
         inner = module.computations[start.called[0]]
         offloaded = "sparsecore" in start.attribute("async_execution_thread")
-        entering = sum(a.bytes for name in operands for a in _shape(computation, name)) or sum(
+        entering = sum(a.bytes for name in operands for a in computation.shape_of(name)) or sum(
             a.bytes for p in inner.parameters for a in p.shape
         )
         found = _collective_in(module, inner)
         if found is not None:
             work = _work(collective(found, entering, self.layout, self.device), i, starts=True)
             return _with(work, SPARSECORE) if offloaded else work
-        made = [a for a in arrays(inner.root.shape_text)] or list(inner.root.shape)
-        moved = self._moved(inner, made, entering)
+        made = inner.root.shape
+        moved = _moved(inner, made, entering)
         if any(a.space == HOST for a in (*made, *(a for p in inner.parameters for a in p.shape), *i.shape)):
             return self._host(moved, to=any(a.space == HOST for a in made))
         if offloaded:
@@ -93,17 +92,11 @@ class Describer:
             return Work("offloaded", seconds, (SPARSECORE,), "sparsecore", moved, is_start=True)
         return Work("copy", moved / self._hbm_bytes_per_s, (COPY,), "copies", moved, is_start=True)
 
-    def _moved(self, inner: Computation, made: list[Array], entering: float) -> float:
-        root = inner.root
-        if root.opcode == "dynamic-update-slice":
-            return sum(a.bytes for a in _shape(inner, root.operands[1]))
-        return min(entering, sum(a.bytes for a in made)) or entering
-
     def _copy(self, i: Instruction, *, is_start: bool) -> Work:
         moved = i.shape[0].bytes
         if any(a.space == HOST for a in i.shape):
             work = self._host(moved, to=i.shape[0].space == HOST)
-            return work if is_start else Work(**{**vars(work), "is_start": False})
+            return replace(work, is_start=is_start)
         return Work("copy", moved / self._hbm_bytes_per_s, (COPY,), "copies", moved, is_start=True)
 
     @property
@@ -119,20 +112,18 @@ class Describer:
     def _dcn(self, computation: Computation, i: Instruction) -> Work:
         """A transfer of the multislice runtime. What leaves counts; a receipt ends with what was sent before it."""
         if i.opcode == "recv":
-            return Work("collective", 0.0, (DCN,), self._dcn_label(i), 0.0, is_start=True)
+            return Work("collective", 0.0, (DCN,), self._dcn_label(), 0.0, is_start=True)
         kind = (re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes) or ["", ""])[1]
         slices = self.layout.cluster.num_slices
         moved = i.shape[0].bytes * _DCN_ROUNDS.get(kind, 1) * (slices - 1) / slices
         if kind in ("ALL_GATHER", "ONE_TO_ONE", "PERMUTE"):
             moved = i.shape[0].bytes * (slices - 1 if kind == "ALL_GATHER" else 1)
         seconds = moved / self.device.dcn_bytes_per_s
-        return Work("collective", seconds, (DCN,), self._dcn_label(i), moved, is_start=True)
+        return Work("collective", seconds, (DCN,), self._dcn_label(), moved, is_start=True)
 
-    def _dcn_label(self, i: Instruction) -> str:
+    def _dcn_label(self) -> str:
         """The mesh axes that join slices. A transfer names slices, and not partitions."""
-        per_slice = math.prod(self.layout.mesh.values()) // self.layout.cluster.num_slices
-        crossing = [int(p) for p in _first_of_each_slice(self.layout)]
-        assert per_slice
+        crossing = _first_of_each_slice(self.layout)
         return f"dcn {' x '.join(self.layout.axes(crossing)) or 'data'}"
 
 
@@ -141,6 +132,14 @@ def _first_of_each_slice(layout: Layout) -> list[int]:
     place = layout.places[0, 1:]
     same = (layout.places[:, 1:] == place).all(axis=1)
     return [int(p) for p in same.nonzero()[0]]
+
+
+def _moved(inner: Computation, made: tuple[Array, ...], entering: float) -> float:
+    """Bytes that a copy moves: an update, a slice, or all."""
+    root = inner.root
+    if root.opcode == "dynamic-update-slice":
+        return sum(a.bytes for a in inner.shape_of(root.operands[1]))
+    return min(entering, sum(a.bytes for a in made)) or entering
 
 
 def _collective_in(module: Module, computation: Computation) -> Instruction | None:
@@ -159,19 +158,14 @@ def _work(known: Collective, i: Instruction, *, starts: bool | None = None) -> W
 
 
 def _with(work: Work, resource: str) -> Work:
-    return Work(**{**vars(work), "resources": (*work.resources, resource)})
-
-
-def _shape(computation: Computation, name: str) -> tuple[Array, ...]:
-    instruction = computation.instructions.get(name)
-    return instruction.shape if instruction else ()
+    return replace(work, resources=(*work.resources, resource))
 
 
 def _bytes(computation: Computation, names: tuple[str, ...]) -> float:
-    return sum(a.bytes for name in names for a in _shape(computation, name))
+    return sum(a.bytes for name in names for a in computation.shape_of(name))
 
 
 def _crosses_to_host(shape: tuple[Array, ...], computation: Computation, i: Instruction) -> bool:
     return any(
-        a.space == HOST for a in (*shape, *(a for name in i.operands for a in _shape(computation, name)))
+        a.space == HOST for a in (*shape, *(a for name in i.operands for a in computation.shape_of(name)))
     )

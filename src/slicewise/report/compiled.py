@@ -208,7 +208,6 @@ def document(step: "CompiledStep", comparison: "Comparison") -> dict[str, Any]:
             "wall_s": step.wall_s,
             "peak_rss_bytes": step.peak_rss_bytes,
             "from_cache": step.from_cache,
-            "estimated_share": step.estimated_share,
         },
         "plan": jsonable(comparison.planned) if comparison.planned else None,
         "plan_reason": comparison.reason,
