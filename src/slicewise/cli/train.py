@@ -1,6 +1,7 @@
 """The verbs that compute: train, generate, evaluate; and config, which shows what they would do."""
 
 import argparse
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,16 +54,20 @@ def load(arguments: argparse.Namespace) -> "LoadedConfig":
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    config = load(arguments).config
-    if arguments.local:
-        return _train_locally(arguments, config)
-    from slicewise.train.progress import dump_stacks_when_asked
+    gc.disable()  # little of what is loaded and traced up to the first step is garbage; the loop turns it on
+    try:
+        config = load(arguments).config
+        if arguments.local:
+            return _train_locally(arguments, config)
+        from slicewise.train.progress import dump_stacks_when_asked
 
-    dump_stacks_when_asked()  # before the slow imports, which may be where it is stuck
-    from slicewise.train.loop import train
+        dump_stacks_when_asked()  # before the slow imports, which may be where it is stuck
+        from slicewise.train.loop import train
 
-    train(config)
-    return ExitCode.DONE
+        train(config)
+        return ExitCode.DONE
+    finally:
+        gc.enable()
 
 
 def _train_locally(arguments: argparse.Namespace, config: "RunConfig") -> int:

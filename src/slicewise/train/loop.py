@@ -1,6 +1,7 @@
 """The training run of one process: restore, step, measure, save, evaluate."""
 
 import contextlib
+import gc
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -101,16 +102,18 @@ class _Run:
             self._say(f"checkpoint {self.config.directory}/checkpoints/{max(steps, self.start)}")
 
     def _train(self) -> TrainState:
-        """Steps ``start`` + 1 to the last. Compiling, opening the data and opening the logs go on side by side."""
+        """Steps ``start`` + 1 to the last. Compiling and opening the data go on side by side."""
         config = self.config
         state, data_state = None, None
         if self.start:
             self.report({"event": "phase", "name": "restore"})
             state, data_state = self._restore()  # before compiling: a checkpoint may be refused
-        with ThreadPoolExecutor(3) as background:
+        writer = self._open_writer() if self.is_first else None
+        if writer:
+            self.stack.callback(writer.close)
+        with ThreadPoolExecutor(2) as background:
             loading = background.submit(self._open_loader, data_state)
             initialising = None if state else background.submit(self._compile_init)
-            writing = background.submit(self._open_writer) if self.is_first else None
             self.report({"event": "phase", "name": "compile"})
             update = self._compile_update()
             loader = loading.result()
@@ -118,10 +121,9 @@ class _Run:
             cluster.wait_for_all("compiled")
             if initialising:
                 state = initialising.result()()
-            writer = writing.result() if writing else None
         assert state is not None
-        if writer:
-            self.stack.callback(writer.close)
+        gc.freeze()  # programs and modules stay to the end: no collection need look at them
+        gc.enable()
         meter = _Meter(self.config, self.step, self.report, writer)
         self._say(self._describe())
         for note in choices.notes(config, self.step.spec, self.step.mesh):
