@@ -14,8 +14,6 @@ from slicewise.interop.huggingface import load_spec
 from slicewise.plan.run_config import Value, as_overrides, beyond_config, config_values, priced, workload_of
 from slicewise.plan.search import Candidate, search
 
-AS_GIVEN = "as given"  # the name of the config that the search starts from
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -64,7 +62,7 @@ def search_compiled(
     """
     until_s = time.monotonic() + seconds
     proposals = [
-        Trial(config, AS_GIVEN, _priced_s(config, cluster), None),
+        Trial(config, "as given", _priced_s(config, cluster), None),
         *_proposals(config, cluster, top),
     ]
     trials: list[Trial] = []
