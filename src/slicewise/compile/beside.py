@@ -16,7 +16,7 @@ MEMORY = {
     "optimizer": (("optimizer",), ("optimizer",)),
     "saved activations": (("activations",), ("saved activations",)),
     "temporaries": (
-        ("gradients", "working set", "logits"),
+        ("copies of weights", "gradients", "working set", "logits"),
         (
             "gradients",
             "copies of weights",

@@ -113,6 +113,8 @@ def _local(
     summed = jax.lax.psum_scatter(
         gradient.astype(x_BTD.dtype), embed_axes, scatter_dimension=1 - vocab_dim, tiled=True
     )
+    # The layers' backward pass waits for it: else the whole matrix in float32 is held until the end of the step.
+    x_gradient, summed = jax.lax.optimization_barrier((x_gradient, summed))
     return total, x_gradient, jax.lax.psum(summed, others).astype(weight.dtype)
 
 
