@@ -45,6 +45,7 @@ def working_bytes(layer: Layer, layout: Layout, tokens: Number, recipe: Recipe) 
             mlp = mlp + width
         else:
             attention = attention + width
+    attention = attention + context_width(layer, layout, recipe)
     mlp = (
         mlp + 2 * slots * layer.active * layer.d_model / t
     )  # tokens in the order of their experts, both ways
@@ -71,6 +72,16 @@ def output_bytes(shape: ModelShape, layout: Layout, tokens: Number, recipe: Reci
     else:
         logits = 4 * tokens * shape.vocab / t / recipe.vocab_tiles
     return logits + (ACT + 4) * shape.vocab * shape.d_model / t
+
+
+def context_width(layer: Layer, layout: Layout, recipe: Recipe) -> Number:
+    """Elements per token for what attention has of other devices: all keys and values of a row with their gradients,
+    or round a ring one more share of them, and two of their float32 gradients."""
+    n = layout.ici.context
+    shares = n - 1 if recipe.context_exchange == "all_gather" else 0
+    if recipe.context_exchange == "ring":
+        shares = np.where(n > 1, (1 + 2 * 4 / ACT) / 2, 0)
+    return 2 * shares * layer.attention.kv_width / layout.ici.tensor
 
 
 @dataclass(frozen=True)

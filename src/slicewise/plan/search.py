@@ -9,12 +9,13 @@ import numpy as np
 
 from slicewise.catalog.slices import Cluster
 from slicewise.costs.device import Device, device_of
-from slicewise.costs.layout import Layout, Recipe
+from slicewise.costs.layout import CONTEXT_EXCHANGES, Layout, Recipe
 from slicewise.costs.memory import MARGIN, device_total, memory_bytes, peak_bytes
 from slicewise.costs.remat import POLICIES, RematPolicy, custom
 from slicewise.costs.shapes import ModelShape
 from slicewise.costs.step import StepEstimate, estimate, price
 from slicewise.errors import UserError
+from slicewise.plan.check import heads_allow
 from slicewise.plan.layouts import (
     DCN_AXES,
     ICI_ORDER,
@@ -154,7 +155,9 @@ def search(
         scan(workload, device, table, places, r, ok, bytes_, beaten)
         for r, (ok, bytes_), beaten in zip(recipes, fits, _beaten(recipes, fits), strict=True)
     ]
-    ranked = tuple(_candidate(workload, cluster, s, k) for s, k in _fastest(scans, top))
+    ranked = tuple(_candidate(workload, cluster, s, k, margin) for s, k in _fastest(scans, top))
+    if any(c.recipe.context_exchange != recipe.context_exchange for c in ranked):
+        ranked = tuple(sorted(ranked, key=lambda c: c.estimate.step_time_s))
     if not ranked:
         raise UserError(nothing_fits(workload, cluster, scans, device, margin))
     return SearchResult(
@@ -270,10 +273,24 @@ def _fastest(scans: Sequence[Scan], top: int) -> list[tuple[Scan, int]]:
     return found
 
 
-def _candidate(workload: Workload, cluster: Cluster, scan: Scan, k: int) -> Candidate:
+def _candidate(workload: Workload, cluster: Cluster, scan: Scan, k: int, margin: float = MARGIN) -> Candidate:
+    """Layout ``k`` of ``scan``; along a context axis by whichever exchange is fastest of those that fit."""
     layout = scan.table.row(k, workload.global_batch)
-    priced = estimate(workload.shape, cluster, layout, scan.recipe, workload.seq)
-    return Candidate(cluster, layout, scan.recipe, priced)
+    first, *others = [
+        Candidate(cluster, layout, r, estimate(workload.shape, cluster, layout, r, workload.seq))
+        for r in exchanges(workload.shape, layout, scan.recipe)
+    ]
+    limit_bytes = max((1 - margin) * first.estimate.hbm_limit_bytes, first.estimate.hbm_total_bytes)
+    fitting = [c for c in others if c.estimate.hbm_total_bytes <= limit_bytes]
+    return min([first, *fitting], key=lambda c: c.estimate.step_time_s)
+
+
+def exchanges(shape: ModelShape, layout: Layout, recipe: Recipe) -> list[Recipe]:
+    """``recipe``, and with every other way to cross a context axis that ``layout`` allows."""
+    if layout.ici.context == 1:
+        return [recipe]
+    ways = [way for way in CONTEXT_EXCHANGES if way != recipe.context_exchange]
+    return [recipe, *(replace(recipe, context_exchange=w) for w in ways if heads_allow(shape, layout, w))]
 
 
 def _families(workload: Workload, cluster: Cluster, scans: Sequence[Scan]) -> tuple[Family, ...]:
