@@ -126,7 +126,7 @@ def _forward(
         following = _passed_on(keys)  # beside the round, which does not need it
         return (round_(found, keys, number), following), None
 
-    (found, visiting), _ = jax.lax.scan(body, ((early, late), visiting), jnp.arange(1, place.ways - 1))
+    found, visiting = _repeated(body, ((early, late), visiting), place)
     found = round_(found, visiting, place.ways - 1)
     context, normaliser = (jnp.concatenate(pair, part.token_dim) for pair in zip(*found, strict=True))
     whole = jnp.logaddexp(normaliser, sinks.astype(jnp.float32))
@@ -172,7 +172,7 @@ def _backward(part: Part, residual_name: str, saved: tuple, grad: jax.Array) -> 
         return (dq, _passed_on(dkv), following), None
 
     start = (dq, _passed_on(dkv), visiting)
-    (dq, dkv, visiting), _ = jax.lax.scan(body, start, jnp.arange(1, place.ways - 1))
+    dq, dkv, visiting = _repeated(body, start, place)
     dq, dkv = round_(dq, dkv, visiting, place.ways - 1)
     dkv = _passed_on(dkv)
     dsinks = _summed_to(-jnp.exp(sinks.astype(jnp.float32) - normaliser) * delta, sinks.shape)
@@ -209,6 +209,11 @@ class _Place:
     def like_to_like(self, visitor: jax.Array) -> jax.Array:
         """From the later of two early chunks, or of two late ones, to the other."""
         return jnp.abs(self.here - visitor) * self.chunk
+
+
+def _repeated(body: Callable, start: tuple, place: _Place) -> tuple:
+    """The rounds between the first, which is spelled out, and the last, after which no keys pass on."""
+    return jax.lax.scan(body, start, jnp.arange(1, place.ways - 1))[0] if place.ways > 2 else start
 
 
 def _halves(tree: Any, dim: int) -> Pair:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from slicewise.kernels.attention import tiles
 from slicewise.kernels.attention.ring import Part
@@ -71,8 +71,9 @@ def divided_schedule(
     assert order_T is not None
     head_dim = max(q_BTNH.shape[3], v_BTKV.shape[3])
     attend = _made(order_T, ways, window, head_dim, softcap, kernel, residual_name)
-    mesh = jax.sharding.get_abstract_mesh()
-    specs = attend.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(context.AXIS)))
+    # Each array is that of one device behind that of the other. Its own method takes the backward pass for scheduled
+    # as the forward one, and fails.
+    specs = jax.tree.map(lambda schedule: PartitionSpec(context.AXIS), attend)
     return jax.tree.map(jax.sharding.reshard, attend, specs), specs
 
 
