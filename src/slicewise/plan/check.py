@@ -2,8 +2,10 @@
 
 import math
 
+import numpy as np
+
 from slicewise.catalog.slices import Cluster
-from slicewise.costs.layout import ContextExchange, Layout, Recipe
+from slicewise.costs.layout import ContextExchange, Layout, Number, Recipe
 from slicewise.costs.shapes import ModelShape
 from slicewise.errors import UserError
 from slicewise.plan.layouts import MAX_TENSOR, Limits, divisors, limits_of
@@ -54,10 +56,12 @@ def check_exchange(shape: ModelShape, layout: Layout, recipe: Recipe) -> None:
         )
 
 
-def heads_allow(shape: ModelShape, layout: Layout, exchange: ContextExchange) -> bool:
+def heads_allow(shape: ModelShape, layout: Layout, exchange: ContextExchange) -> Number:
     """Whether there are key-value heads for every device that shares a sequence, where heads are exchanged."""
-    ways = int(layout.total("tensor") * layout.total("context"))
-    return exchange != "ulysses" or all(layer.attention.kv_heads % ways == 0 for layer in shape.layers)
+    if exchange != "ulysses":
+        return True
+    ways = layout.total("tensor") * layout.total("context")
+    return np.logical_and.reduce([layer.attention.kv_heads % ways == 0 for layer in shape.layers])
 
 
 def _nearest(limits: Limits, axis: str, degree: int, cluster: Cluster) -> str:

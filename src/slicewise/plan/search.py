@@ -1,6 +1,7 @@
 """Search over layouts, recipes, chips, slice shapes and slice counts: exhaustive, pruned by memory,
 deterministic."""
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ import numpy as np
 
 from slicewise.catalog.slices import Cluster
 from slicewise.costs.device import Device, device_of
-from slicewise.costs.layout import CONTEXT_EXCHANGES, Layout, Recipe
+from slicewise.costs.layout import CONTEXT_EXCHANGES, ContextExchange, Layout, Recipe
 from slicewise.costs.memory import MARGIN, device_total, memory_bytes, peak_bytes
 from slicewise.costs.remat import POLICIES, RematPolicy, custom
 from slicewise.costs.shapes import ModelShape
@@ -137,7 +138,12 @@ def search(
     device = device_of(cluster.chip)
     limits = limits_of(workload.shape, workload.seq, workload.global_batch)
     ici, places = placed_rows(cluster.slice, limits)
-    recipes = [replace(recipe, remat=r, precision=p) for p in precisions for r in policies]  # type: ignore[arg-type]
+    recipes = [
+        replace(recipe, context_exchange=x, precision=p, remat=r)  # type: ignore[arg-type]
+        for x in sorted(CONTEXT_EXCHANGES, key=lambda x: x != recipe.context_exchange)
+        for p in precisions
+        for r in policies
+    ]
     ids = np.flatnonzero(places.legal)
     table = combine(ici[ids], ids, dcn_rows(cluster.num_slices, limits, fsdp=False), limits)
     fits = fitting(workload, device, table, recipes, margin)
@@ -155,14 +161,12 @@ def search(
         scan(workload, device, table, places, r, ok, bytes_, beaten)
         for r, (ok, bytes_), beaten in zip(recipes, fits, _beaten(recipes, fits), strict=True)
     ]
-    ranked = tuple(_candidate(workload, cluster, s, k, margin) for s, k in _fastest(scans, top))
-    if any(c.recipe.context_exchange != recipe.context_exchange for c in ranked):
-        ranked = tuple(sorted(ranked, key=lambda c: c.estimate.step_time_s))
+    ranked = tuple(_candidate(workload, cluster, s, k) for s, k in _fastest(scans, top))
     if not ranked:
         raise UserError(nothing_fits(workload, cluster, scans, device, margin))
     return SearchResult(
         workload, cluster, ranked, _families(workload, cluster, scans) if families else (),
-        len(table) * len(recipes), sum(int(ok.sum()) for ok, _ in fits), margin,
+        sum(int(np.isfinite(b).sum()) for _, b in fits), sum(int(ok.sum()) for ok, _ in fits), margin,
     )  # fmt: skip
 
 
@@ -180,17 +184,31 @@ def fitting(
     workload: Workload, device: Device, table: Table, recipes: Sequence[Recipe], margin: float
 ) -> list[Fit]:
     """For each recipe: which layouts of ``table`` fit on the device and its share of the host, and the device
-    bytes they need."""
-    layout = table.layout(workload.global_batch)
-    peak = peak_bytes(workload.shape, layout, recipes[0], workload.seq)
+    bytes they need: infinite where the layout does not go with the recipe."""
     found = []
-    for recipe in recipes:
-        memory = memory_bytes(workload.shape, layout, recipe, workload.seq, peak=peak)
-        total = np.broadcast_to(device_total(memory), (len(table),))
-        host = np.broadcast_to(memory["host"], total.shape)
-        fits = (total <= (1 - margin) * device.hbm_bytes) & (host <= device.host_memory_bytes)
-        found.append((fits, total))
+    for exchange, group in itertools.groupby(recipes, key=lambda r: r.context_exchange):
+        first, *_ = rest = list(group)
+        which = np.flatnonzero(_crossed_by(workload, table, exchange, is_default=first == recipes[0]))
+        few = table if len(which) == len(table) else table.take(which)
+        layout = few.layout(workload.global_batch)
+        peak = peak_bytes(workload.shape, layout, first, workload.seq)
+        for recipe in rest:
+            memory = memory_bytes(workload.shape, layout, recipe, workload.seq, peak=peak)
+            total, fits = np.full(len(table), np.inf), np.zeros(len(table), bool)
+            total[which] = device_total(memory)
+            host = np.broadcast_to(memory["host"], which.shape)
+            fits[which] = (total[which] <= (1 - margin) * device.hbm_bytes) & (host <= device.host_memory_bytes)
+            found.append((fits, total))
     return found
+
+
+def _crossed_by(
+    workload: Workload, table: Table, exchange: ContextExchange, *, is_default: bool
+) -> np.ndarray:
+    """The layouts whose context axis can be crossed in this way; those without one count to the first way."""
+    layout = table.layout(workload.global_batch)
+    able = np.broadcast_to(heads_allow(workload.shape, layout, exchange), (len(table),))
+    return np.where(layout.ici.context > 1, able, is_default)
 
 
 def _both(first: Fit, second: Fit) -> Fit:
@@ -234,10 +252,14 @@ def _beaten(recipes: Sequence[Recipe], fits: Sequence[Fit]) -> list[np.ndarray]:
         better = [
             ok
             for other, (ok, _) in zip(recipes, fits, strict=True)
-            if k and other.precision == one.precision and _keeps_more(other.remat, one.remat)
+            if k and _differ_in_remat(other, one) and _keeps_more(other.remat, one.remat)
         ]
         found.append(np.logical_or.reduce(better) if better else np.zeros_like(fits[k][0]))
     return found
+
+
+def _differ_in_remat(a: Recipe, b: Recipe) -> bool:
+    return (a.precision, a.context_exchange) == (b.precision, b.context_exchange)
 
 
 def _keeps_more(a: RematPolicy, b: RematPolicy) -> bool:
@@ -273,24 +295,10 @@ def _fastest(scans: Sequence[Scan], top: int) -> list[tuple[Scan, int]]:
     return found
 
 
-def _candidate(workload: Workload, cluster: Cluster, scan: Scan, k: int, margin: float = MARGIN) -> Candidate:
-    """Layout ``k`` of ``scan``; along a context axis by whichever exchange is fastest of those that fit."""
+def _candidate(workload: Workload, cluster: Cluster, scan: Scan, k: int) -> Candidate:
     layout = scan.table.row(k, workload.global_batch)
-    first, *others = [
-        Candidate(cluster, layout, r, estimate(workload.shape, cluster, layout, r, workload.seq))
-        for r in exchanges(workload.shape, layout, scan.recipe)
-    ]
-    limit_bytes = max((1 - margin) * first.estimate.hbm_limit_bytes, first.estimate.hbm_total_bytes)
-    fitting = [c for c in others if c.estimate.hbm_total_bytes <= limit_bytes]
-    return min([first, *fitting], key=lambda c: c.estimate.step_time_s)
-
-
-def exchanges(shape: ModelShape, layout: Layout, recipe: Recipe) -> list[Recipe]:
-    """``recipe``, and with every other way to cross a context axis that ``layout`` allows."""
-    if layout.ici.context == 1:
-        return [recipe]
-    ways = [way for way in CONTEXT_EXCHANGES if way != recipe.context_exchange]
-    return [recipe, *(replace(recipe, context_exchange=w) for w in ways if heads_allow(shape, layout, w))]
+    priced = estimate(workload.shape, cluster, layout, scan.recipe, workload.seq)
+    return Candidate(cluster, layout, scan.recipe, priced)
 
 
 def _families(workload: Workload, cluster: Cluster, scans: Sequence[Scan]) -> tuple[Family, ...]:
@@ -309,7 +317,7 @@ def _families(workload: Workload, cluster: Cluster, scans: Sequence[Scan]) -> tu
         which, k = np.unravel_index(int(np.argmin(key)), key.shape)
         axes = tuple(name for bit, name in enumerate(names) if code >> bit & 1)
         best = _candidate(workload, cluster, scans[int(which)], int(members[k]))
-        result.append(Family(axes, times.size, int(np.isfinite(times).sum()), best))
+        result.append(Family(axes, int(np.isfinite(bytes_).sum()), int(np.isfinite(times).sum()), best))
     fits = sorted((f for f in result if f.fitting), key=lambda f: (f.best.estimate.step_time_s, f.axes))
     rest = sorted(
         (f for f in result if not f.fitting), key=lambda f: (f.best.estimate.hbm_total_bytes, f.axes)

@@ -33,7 +33,7 @@ Pair = tuple[Any, Any]  # what belongs to an early and to a late chunk
 class Part:
     """How one chunk of queries meets one chunk of keys. Arrays are as the part wants them, chunks of tokens apart.
 
-    ``forward(q, k, v, rows, columns, window, distance)`` gives the context and its normaliser, float32;
+    ``forward(q, k, v, rows, columns, window, distance)`` gives the context and, in float32, its normaliser;
     ``backward(q, k, v, grad, normaliser, delta, rows, columns, window, distance)`` the gradients of q, k and v.
     ``rows`` and ``columns`` are positions and segments, ``distance`` how many tokens the chunks start apart, None for a
     chunk with itself. ``token_dim`` is that of q, k and v, ``window`` None where the part knows it.
@@ -105,7 +105,8 @@ def _forward(
 
     def meet(row: tuple, key: tuple, distance: Any) -> tuple:
         (q, rows), ((k, v), columns) = row, key
-        return part.forward(q, k, v, rows, columns, window, distance)
+        context, normaliser = part.forward(q, k, v, rows, columns, window, distance)
+        return context.astype(jnp.float32), normaliser
 
     def round_(found: Pair, keys: Pair, number: Any) -> Pair:
         """``found``, a context with its normaliser for each chunk of queries, with these keys joined in."""
@@ -250,7 +251,7 @@ def _sum(a: Any, b: Any) -> Any:
 def _joined(a: tuple, b: tuple) -> tuple:
     """Two contexts with their normalisers as one, in float32; of the first no normaliser may be infinite."""
     whole = jnp.logaddexp(a[1], b[1])
-    context = sum(x.astype(jnp.float32) * jnp.exp(n - whole)[..., None] for x, n in (a, b))
+    context = sum(x * jnp.exp(n - whole)[..., None] for x, n in (a, b))
     return context, whole
 
 
