@@ -42,6 +42,11 @@ MLA = ModelSpec(
     ),
     prediction_layers=1,
 )  # fmt: skip
+LATENT = ModelSpec(
+    name="latent", source="test", layers=1, d_model=32, heads=4, kv_heads=4, head_dim=12, d_ff=64, vocab=96,
+    latent_attention=LatentAttention(kv_lora_rank=16, nope_head_dim=8, rope_head_dim=4, v_head_dim=8),
+    prediction_layers=1,
+)  # fmt: skip
 DROPLESS, TIGHT, CAPACITY = Dispatch(), Dispatch("dropless", 0.5), Dispatch("capacity", 1.0)
 
 TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, what else is asked for
@@ -49,39 +54,19 @@ TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, wh
     (MOE, TIGHT, 1, {"fsdp": 2, "expert": 4}, {}, 2),
     (MOE, CAPACITY, 1, {"data": 2, "expert": 2, "tensor": 2}, {}, 1),
     (MLA, TIGHT, 2, {"expert": 2, "tensor": 2}, {"fsdp": 2}, 2),
-    # Four rows on eight devices: some get less than one.
-    (DENSE, DROPLESS, 1, {"context": 8}, {}, 1, {"strategy": "all_gather"}),
-    (DENSE, DROPLESS, 1, {"data": 2, "context": 4}, {}, 2, {"strategy": "ring"}),
+    # Four rows on eight devices: each gets less than one.
+    (DENSE, DROPLESS, 2, {"fsdp": 2, "context": 2}, {"context": 2}, 1, {"strategy": "all_gather"}),
     (
         DENSE,
         DROPLESS,
         1,
-        {"fsdp": 2, "context": 2, "tensor": 2},
+        {"data": 2, "context": 2, "tensor": 2},
         {},
-        1,
+        2,
         {"strategy": "ring", "packed": False},
     ),
-    (
-        DENSE,
-        DROPLESS,
-        2,
-        {"fsdp": 2, "context": 2},
-        {"context": 2},
-        1,
-        {"strategy": "all_gather", "packed": False},
-    ),
-    (
-        DENSE,
-        DROPLESS,
-        1,
-        {"data": 2, "fsdp": 2, "context": 2},
-        {},
-        1,
-        {"strategy": "ulysses", "kernel": "xla_chunked"},
-    ),
-    (MOE, TIGHT, 1, {"expert": 4, "context": 2}, {}, 2, {"strategy": "ring"}),
-    (MLA, DROPLESS, 1, {"expert": 2, "context": 4}, {}, 1, {"strategy": "ulysses"}),
-    (MLA, TIGHT, 1, {"expert": 2, "context": 2, "tensor": 2}, {}, 1, {"strategy": "all_gather"}),
+    (MOE, TIGHT, 1, {"context": 2, "expert": 4}, {}, 1, {"strategy": "ulysses"}),
+    (LATENT, DROPLESS, 1, {"fsdp": 2, "context": 4}, {}, 1, {"strategy": "all_gather"}),
 ]
 
 
