@@ -101,7 +101,12 @@ def test_what_no_key_can_ask_for_is_named():
 def test_a_layout_with_a_context_axis_is_priced_and_written(strategy):
     shape = model_shape(model.load("llama3-8b"))
     place = slices.cluster("v5p:2x2x4")
-    asked = ["sequence_length=16384", "global_batch_size=4", "ici_context_parallelism=4", "ici_fsdp_parallelism=4"]
+    asked = [
+        "sequence_length=16384",
+        "global_batch_size=4",
+        "ici_context_parallelism=4",
+        "ici_fsdp_parallelism=4",
+    ]
     config = config_of("model=llama3-8b", *asked, f"context_strategy={strategy}")
     planned = run_config.priced(config, shape, place)
     assert (planned.layout.ici.context, planned.recipe.context_exchange) == (4, strategy)
@@ -114,8 +119,14 @@ def test_a_layout_with_a_context_axis_is_priced_and_written(strategy):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["dcn_context_parallelism=2", "ici_fsdp_parallelism=8"], "dcn_context_parallelism = 2: .* cannot be priced"),
-        (["ici_context_parallelism=8", "sequence_length=24"], "context = 8 does not divide .* two chunks a device"),
+        (
+            ["dcn_context_parallelism=2", "ici_fsdp_parallelism=8"],
+            "dcn_context_parallelism = 2: .* cannot be priced",
+        ),
+        (
+            ["ici_context_parallelism=8", "sequence_length=24"],
+            "context = 8 does not divide .* two chunks a device",
+        ),
         (
             ["ici_context_parallelism=8", "context_strategy=ulysses"],
             "tensor x context = 8 does not divide the kv heads of demo-1m; use all_gather or ring",

@@ -82,10 +82,8 @@ def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -
         )
     for count, name in _sharded_dims(spec):
         if count % sharded:
-            axes = [
-                a for a, n in (("fsdp", 1), ("expert", expert), ("context", context)) if n > 1 or a == "fsdp"
-            ]
-            product = "fsdp parallelism" if axes == ["fsdp"] else f"{' x '.join(axes)} parallelism ="
+            named = " x ".join(["fsdp", *["expert"] * (expert > 1), *["context"] * (context > 1)])
+            product = f"{named} parallelism{' =' if ' x ' in named else ''}"
             raise UserError(
                 f"{product} {sharded} does not divide {name} = {count} of {spec.name};"
                 " use fewer fsdp and more data or tensor parallelism."
@@ -94,7 +92,7 @@ def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -
     if global_batch_size % batch:
         below = global_batch_size - global_batch_size % batch
         near = (
-            f"{below} or {below + batch}" if below else f"{batch}, or context parallelism to divide sequences"
+            f"{below} or {below + batch}" if below else f"{batch}, or divide sequences by context parallelism"
         )
         axes = "data x fsdp" if expert == 1 else "data x fsdp x expert"
         raise UserError(

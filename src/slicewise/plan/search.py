@@ -197,7 +197,9 @@ def fitting(
             total, fits = np.full(len(table), np.inf), np.zeros(len(table), bool)
             total[which] = device_total(memory)
             host = np.broadcast_to(memory["host"], which.shape)
-            fits[which] = (total[which] <= (1 - margin) * device.hbm_bytes) & (host <= device.host_memory_bytes)
+            fits[which] = (total[which] <= (1 - margin) * device.hbm_bytes) & (
+                host <= device.host_memory_bytes
+            )
             found.append((fits, total))
     return found
 

@@ -79,3 +79,23 @@ def test_divided_rows_give_what_whole_rows_do(name, strategy, ways, monkeypatch)
     parts = ("context", "q", "k", "v", "sinks")
     for part, got, right in zip(parts, computed(kernel, ways), whole(), strict=True):
         np.testing.assert_allclose(got, right, atol=3e-5, err_msg=part)
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "length", "strategy", "message"),
+    [
+        ("auto", "tpu", 1024, "all_gather", None),
+        ("auto", "tpu", 768, "all_gather", "not a multiple of 512, .* over context parallelism 4; use 1024"),
+        ("auto", "tpu", 1536, "ring", "not a multiple of 1024, .* over context parallelism 4; use 2048"),
+        ("auto", "cpu", 1031, "ring", "sequence_length = 1031 has no divisor from 64 to 512"),
+        ("auto", "cpu", 1031, "all_gather", None),
+    ],
+)
+def test_kernels_need_whole_blocks_on_every_device(asked, platform, length, strategy, message):
+    device = SimpleNamespace(platform=platform, device_kind={"tpu": "TPU v6 lite", "cpu": "cpu"}[platform])
+    mesh = SimpleNamespace(devices=np.array([device]), shape={"context": 4})
+    if message is None:
+        assert choose(asked, mesh, length, strategy=strategy).strategy == strategy
+        return
+    with pytest.raises(UserError, match=message):
+        choose(asked, mesh, length, strategy=strategy)

@@ -267,5 +267,7 @@ def _chunked(
 def visible(queries: Tokens, keys: Tokens, window: jax.Array | int | None) -> jax.Array:
     """Which keys each query may see: bool [B, T, S]."""
     rows, columns = ((w.positions_BT, w.segments_BT) for w in (queries, keys))
-    whole = partition("batch", "slots")  # that tokens are divided, if only over one device, is part of their type
+    whole = partition(
+        "batch", "slots"
+    )  # that tokens are divided, if only over one device, is part of their type
     return reference.visible(rows, tuple(jax.sharding.reshard(x, whole) for x in columns), window)

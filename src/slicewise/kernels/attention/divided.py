@@ -43,7 +43,8 @@ def attention(
     is_splash = kernel.name == "splash"
     strategy = {"all_gather": _all_gather, "ring": ring.attention, "ulysses": _ulysses}[kernel.strategy]
     row = partition("batch", "sequence")
-    others, specs = [where], [(row, row)]
+    others: list[Any] = [where]
+    specs: list[Any] = [(row, row)]
     if not is_splash:
         others, specs = [*others, window], [*specs, PartitionSpec()]
     elif kernel.strategy == "all_gather":

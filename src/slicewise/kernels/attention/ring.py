@@ -67,7 +67,7 @@ def _chunked_forward(
     q: Any, k: Any, v: Any, rows: Any, columns: Any, window: Any, distance: Any, *, softcap: float | None
 ) -> tuple:
     none = jnp.full(q.shape[2:4], -jnp.inf)
-    return chunked.forward(q, k, v, none, rows, columns, window, softcap, jnp.float32)
+    return chunked.forward(q, k, v, none, rows, columns, window, softcap, jnp.dtype(jnp.float32))
 
 
 def _chunked_backward(
@@ -100,8 +100,8 @@ def _forward(
 ) -> tuple:
     place = _Place.of(q.shape[part.token_dim])
     where = _halves(rows, 1)
-    queries = tuple(zip(_halves(q, part.token_dim), where, strict=True))
-    keys = tuple(zip(_halves((k, v), part.token_dim), where, strict=True))
+    queries = _paired(_halves(q, part.token_dim), where)
+    keys = _paired(_halves((k, v), part.token_dim), where)
 
     def meet(row: tuple, key: tuple, distance: Any) -> tuple:
         (q, rows), ((k, v), columns) = row, key
@@ -142,8 +142,8 @@ def _backward(part: Part, residual_name: str, saved: tuple, grad: jax.Array) -> 
     place = _Place.of(q.shape[part.token_dim])
     delta = (context.astype(jnp.float32) * grad.astype(jnp.float32)).sum(-1)
     where = _halves(rows, 1)
-    queries = tuple(zip(_halves((q, grad, normaliser, delta), part.token_dim), where, strict=True))
-    keys = tuple(zip(_halves((k, v), part.token_dim), where, strict=True))
+    queries = _paired(_halves((q, grad, normaliser, delta), part.token_dim), where)
+    keys = _paired(_halves((k, v), part.token_dim), where)
 
     def meet(row: tuple, key: tuple, distance: Any) -> tuple:
         (of_query, rows), ((k, v), columns) = row, key
@@ -163,7 +163,7 @@ def _backward(part: Part, residual_name: str, saved: tuple, grad: jax.Array) -> 
         return _given(before, dq, more[0]), _given(before, dkv, more[1])
 
     visiting = _passed_on(keys)
-    dq, dkv = zip(*(meet(queries[i], keys[i], None) for i in (0, 1)), strict=True)
+    dq, dkv = _paired(*(meet(queries[i], keys[i], None) for i in (0, 1)))
     dq, dkv = late_to_early(dq, dkv, keys, place.here)
 
     def body(carry: tuple, number: jax.Array) -> tuple:
@@ -221,6 +221,11 @@ def _halves(tree: Any, dim: int) -> Pair:
     pairs = jax.tree.map(lambda x: jnp.split(x, 2, axis=dim), tree)
     early, late = (jax.tree.map(lambda x, i=i: x[i], pairs, is_leaf=_is_list) for i in (0, 1))
     return early, late
+
+
+def _paired(a: Pair, b: Pair) -> tuple[Pair, Pair]:
+    """What two pairs have of the early chunk, and of the late one."""
+    return (a[0], b[0]), (a[1], b[1])
 
 
 def _is_list(x: Any) -> bool:
