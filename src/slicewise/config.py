@@ -26,13 +26,8 @@ from slicewise.catalog.model import first_problem
 from slicewise.costs.layout import ContextExchange
 from slicewise.errors import UserError, did_you_mean
 
-AXES = (
-    "data",
-    "fsdp",
-    "expert",
-    "context",
-    "tensor",
-)  # mesh axes, slowest first; each has an ici_ and a dcn_ key
+# Mesh axes, slowest first; each has an ici_ and a dcn_ key.
+AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 
 class Part(BaseModel):

@@ -14,10 +14,7 @@ RULES: Mapping[str, str | tuple[str, ...]] = {
     "embed": ("fsdp", "expert", "context"),  # the d_model dim of weights: gathered where a layer uses them
     "latent": ("fsdp", "expert", "context"),  # the rank of latent attention in weights: as embed
     "experts": "expert",
-    "expert_embed": (
-        "fsdp",
-        "context",
-    ),  # the d_model dim of experts' weights; the expert axis divides experts
+    "expert_embed": ("fsdp", "context"),  # the d_model dim of weights that the expert axis divides by experts
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
@@ -91,9 +88,7 @@ def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -
     batch = degrees["data"] * rows
     if global_batch_size % batch:
         below = global_batch_size - global_batch_size % batch
-        near = (
-            f"{below} or {below + batch}" if below else f"{batch}, or divide sequences by context parallelism"
-        )
+        near = f"{below} or {below + batch}" if below else f"{batch}, or context parallelism for sequences"
         axes = "data x fsdp" if expert == 1 else "data x fsdp x expert"
         raise UserError(
             f"global_batch_size = {global_batch_size} is not a multiple of {axes} parallelism = {batch};"
