@@ -26,8 +26,6 @@ from slicewise.parallel.context import AXIS
 if TYPE_CHECKING:
     from slicewise.kernels.attention.divided import How
 
-Pair = tuple[Any, Any]  # what belongs to an early and to a late chunk
-
 
 @dataclass(frozen=True)
 class Part:
@@ -98,38 +96,35 @@ def _ring(
 def _forward(
     part: Part, residual_name: str, q: Any, k: Any, v: Any, sinks: Any, rows: Any, window: Any
 ) -> tuple:
-    place = _Place.of(q.shape[part.token_dim])
-    where = _halves(rows, 1)
-    queries = _paired(_halves(q, part.token_dim), where)
-    keys = _paired(_halves((k, v), part.token_dim), where)
+    place = _Place.of(q, part.token_dim)
+    cut, put = place.cut, place.put
 
-    def meet(row: tuple, key: tuple, distance: Any) -> tuple:
-        (q, rows), ((k, v), columns) = row, key
-        context, normaliser = part.forward(q, k, v, rows, columns, window, distance)
-        return context.astype(jnp.float32), normaliser
+    def meet(at_query: Any, keys: tuple, at_key: Any, distance: Any) -> tuple:
+        """The context with its normaliser, float32, of the queries and the keys of two chunks."""
+        (k, v), columns = keys
+        k, v, columns = *cut((k, v), at_key), cut(columns, at_key, 1)
+        found = part.forward(cut(q, at_query), k, v, cut(rows, at_query, 1), columns, window, distance)
+        return found[0].astype(jnp.float32), found[1]
 
-    def round_(found: Pair, keys: Pair, number: Any) -> Pair:
-        """``found``, a context with its normaliser for each chunk of queries, with these keys joined in."""
-        early, late = found
-        visitor = place.visitor(number)
-        late = _joined(late, meet(queries[1], keys[0], place.late_to_early(visitor)))
-        before = visitor < place.here
-        more = meet(_either(before, queries), _either(before, keys), place.like_to_like(visitor))
-        joined = _joined(_either(before, (early, late)), more)
-        return _either(before, (joined, early)), _either(before, (late, joined))
+    def round_(found: tuple, keys: tuple, number: Any) -> tuple:
+        """``found``, the context with its normaliser of all queries, with these keys joined in."""
+        for at_query, at_key, distance in place.pairs(number):
+            more = meet(at_query, keys, at_key, distance)
+            found = put(found, at_query, _joined(cut(found, at_query), more))
+        return found
 
+    keys = ((k, v), rows)
     visiting = _passed_on(keys)
-    early, late = (meet(queries[i], keys[i], None) for i in (0, 1))
-    late = _joined(late, meet(queries[1], keys[0], place.late_to_early(place.here)))
+    early, late, more = (meet(at, keys, to, distance) for at, to, distance in place.pairs_alone())
+    found = jax.tree.map(lambda *chunks: jnp.concatenate(chunks, part.token_dim), early, _joined(late, more))
 
     def body(carry: tuple, number: jax.Array) -> tuple:
         found, keys = carry
         following = _passed_on(keys)  # beside the round, which does not need it
         return (round_(found, keys, number), following), None
 
-    found, visiting = _repeated(body, ((early, late), visiting), place)
-    found = round_(found, visiting, place.ways - 1)
-    context, normaliser = (jnp.concatenate(pair, part.token_dim) for pair in zip(*found, strict=True))
+    found, visiting = _repeated(body, (found, visiting), place)
+    context, normaliser = round_(found, visiting, place.ways - 1)
     whole = jnp.logaddexp(normaliser, sinks.astype(jnp.float32))
     context = (context * jnp.exp(normaliser - whole)[..., None]).astype(v.dtype)
     context, whole = (checkpoint_name(x, residual_name) for x in (context, whole))
@@ -139,50 +134,43 @@ def _forward(
 def _backward(part: Part, residual_name: str, saved: tuple, grad: jax.Array) -> tuple:
     """Gradients of keys and values go round with them, and one step further to get home."""
     q, k, v, sinks, rows, window, context, normaliser = saved
-    place = _Place.of(q.shape[part.token_dim])
+    place = _Place.of(q, part.token_dim)
+    cut, put = place.cut, place.put
     delta = (context.astype(jnp.float32) * grad.astype(jnp.float32)).sum(-1)
-    where = _halves(rows, 1)
-    queries = _paired(_halves((q, grad, normaliser, delta), part.token_dim), where)
-    keys = _paired(_halves((k, v), part.token_dim), where)
 
-    def meet(row: tuple, key: tuple, distance: Any) -> tuple:
-        (of_query, rows), ((k, v), columns) = row, key
-        q, *others = of_query
-        dq, *dkv = part.backward(q, k, v, *others, rows, columns, window, distance)
-        return dq.astype(jnp.float32), tuple(d.astype(jnp.float32) for d in dkv)
+    def added(sums: tuple, keys: tuple, at_query: Any, at_key: Any, distance: Any) -> tuple:
+        """``sums``, the gradients of q, k and v in float32, with those of two chunks."""
+        (k, v), columns = keys
+        k, v, columns = *cut((k, v), at_key), cut(columns, at_key, 1)
+        q_, grad_, normaliser_, delta_ = cut((q, grad, normaliser, delta), at_query)
+        of_rows = cut(rows, at_query, 1)
+        found = part.backward(q_, k, v, grad_, normaliser_, delta_, of_rows, columns, window, distance)
+        places = (at_query, at_key, at_key)
+        return tuple(put(x, at, cut(x, at) + d) for x, at, d in zip(sums, places, found, strict=True))
 
-    def late_to_early(dq: Pair, dkv: Pair, keys: Pair, visitor: Any) -> tuple[Pair, Pair]:
-        more_q, more_kv = meet(queries[1], keys[0], place.late_to_early(visitor))
-        return (dq[0], dq[1] + more_q), (_sum(dkv[0], more_kv), dkv[1])
+    def round_(sums: tuple, keys: tuple, number: Any) -> tuple:
+        for at_query, at_key, distance in place.pairs(number):
+            sums = added(sums, keys, at_query, at_key, distance)
+        return sums
 
-    def round_(dq: Pair, dkv: Pair, keys: Pair, number: Any) -> tuple[Pair, Pair]:
-        visitor = place.visitor(number)
-        dq, dkv = late_to_early(dq, dkv, keys, visitor)
-        before = visitor < place.here
-        more = meet(_either(before, queries), _either(before, keys), place.like_to_like(visitor))
-        return _given(before, dq, more[0]), _given(before, dkv, more[1])
-
+    keys = ((k, v), rows)
     visiting = _passed_on(keys)
-    dq, dkv = _paired(*(meet(queries[i], keys[i], None) for i in (0, 1)))
-    dq, dkv = late_to_early(dq, dkv, keys, place.here)
+    dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+    for at_query, at_key, distance in place.pairs_alone():
+        dq, dk, dv = added((dq, dk, dv), keys, at_query, at_key, distance)
 
     def body(carry: tuple, number: jax.Array) -> tuple:
         dq, dkv, keys = carry
         following = _passed_on(keys)
-        dq, dkv = round_(dq, dkv, keys, number)
-        return (dq, _passed_on(dkv), following), None
+        dq, *dkv = round_((dq, *dkv), keys, number)
+        return (dq, _passed_on(tuple(dkv)), following), None
 
-    start = (dq, _passed_on(dkv), visiting)
-    dq, dkv, visiting = _repeated(body, start, place)
-    dq, dkv = round_(dq, dkv, visiting, place.ways - 1)
-    dkv = _passed_on(dkv)
+    dq, dkv, visiting = _repeated(body, (dq, _passed_on((dk, dv)), visiting), place)
+    dq, *dkv = round_((dq, *dkv), visiting, place.ways - 1)
+    dk, dv = _passed_on(tuple(dkv))
     dsinks = _summed_to(-jnp.exp(sinks.astype(jnp.float32) - normaliser) * delta, sinks.shape)
-
-    def whole(pair: Pair, like: jax.Array) -> jax.Array:
-        return jnp.concatenate(pair, part.token_dim).astype(like.dtype)
-
-    dk, dv = zip(*dkv, strict=True)
-    return whole(dq, q), whole(dk, k), whole(dv, v), dsinks.astype(sinks.dtype), None, None
+    found = (d.astype(x.dtype) for d, x in ((dq, q), (dk, k), (dv, v), (dsinks, sinks)))
+    return *found, None, None
 
 
 _ring.defvjp(_forward, _backward)
@@ -190,26 +178,40 @@ _ring.defvjp(_forward, _backward)
 
 @dataclass(frozen=True)
 class _Place:
-    """This device among the ``ways`` of the ring, and how far apart chunks start, in tokens."""
+    """This device among the ``ways`` of the ring, and where the late chunk of its arrays begins."""
 
     ways: int
     here: jax.Array
-    chunk: int
+    chunk: int  # tokens
+    token_dim: int
 
     @classmethod
-    def of(cls, tokens: int) -> "_Place":
-        return cls(jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS), tokens // 2)
+    def of(cls, q: jax.Array, token_dim: int) -> "_Place":
+        size, here = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
+        return cls(size, here, q.shape[token_dim] // 2, token_dim)
 
-    def visitor(self, number: Any) -> jax.Array:
-        """Whose keys are here in a round."""
-        return (self.here - number) % self.ways
+    def pairs(self, number: Any) -> tuple[tuple[Any, Any, Any], ...]:
+        """Of a round but the first: which chunks of queries and of keys meet, and how far apart they start."""
+        visitor = (self.here - number) % self.ways
+        late_to_early = (2 * self.ways - 1 - self.here - visitor) * self.chunk
+        like = jnp.where(visitor < self.here, 0, self.chunk)
+        return (self.chunk, 0, late_to_early), (like, like, jnp.abs(self.here - visitor) * self.chunk)
 
-    def late_to_early(self, visitor: jax.Array) -> jax.Array:
-        return (2 * self.ways - 1 - self.here - visitor) * self.chunk
+    def pairs_alone(self) -> tuple[tuple[int, int, Any], ...]:
+        """Of the first round, with a device's own keys."""
+        late = self.chunk
+        return (0, 0, None), (late, late, None), (late, 0, self.pairs(0)[0][2])
 
-    def like_to_like(self, visitor: jax.Array) -> jax.Array:
-        """From the later of two early chunks, or of two late ones, to the other."""
-        return jnp.abs(self.here - visitor) * self.chunk
+    def cut(self, tree: Any, at: Any, dim: int | None = None) -> Any:
+        """The chunk of each array that starts ``at``."""
+        dim = self.token_dim if dim is None else dim
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, self.chunk, dim), tree)
+
+    def put(self, tree: Any, at: Any, chunks: Any) -> Any:
+        dim = self.token_dim
+        return jax.tree.map(
+            lambda x, c: jax.lax.dynamic_update_slice_in_dim(x, c.astype(x.dtype), at, dim), tree, chunks
+        )
 
 
 def _repeated(body: Callable, start: tuple, place: _Place) -> tuple:
@@ -217,40 +219,10 @@ def _repeated(body: Callable, start: tuple, place: _Place) -> tuple:
     return jax.lax.scan(body, start, jnp.arange(1, place.ways - 1))[0] if place.ways > 2 else start
 
 
-def _halves(tree: Any, dim: int) -> Pair:
-    pairs = jax.tree.map(lambda x: jnp.split(x, 2, axis=dim), tree)
-    early, late = (jax.tree.map(lambda x, i=i: x[i], pairs, is_leaf=_is_list) for i in (0, 1))
-    return early, late
-
-
-def _paired(a: Pair, b: Pair) -> tuple[Pair, Pair]:
-    """What two pairs have of the early chunk, and of the late one."""
-    return (a[0], b[0]), (a[1], b[1])
-
-
-def _is_list(x: Any) -> bool:
-    return isinstance(x, list)
-
-
 def _passed_on(tree: Any) -> Any:
     n = jax.lax.axis_size(AXIS)
     pairs = [(i, (i + 1) % n) for i in range(n)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)
-
-
-def _either(first: jax.Array, pair: Pair) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(first, a, b), *pair)
-
-
-def _given(first: jax.Array, pair: Pair, more: Any) -> Pair:
-    """``pair`` with ``more`` added to its first part, or else to the second."""
-    early = jax.tree.map(lambda x, d: x + jnp.where(first, d, 0), pair[0], more)
-    late = jax.tree.map(lambda x, d: x + jnp.where(first, 0, d), pair[1], more)
-    return early, late
-
-
-def _sum(a: Any, b: Any) -> Any:
-    return jax.tree.map(jnp.add, a, b)
 
 
 def _joined(a: tuple, b: tuple) -> tuple:
