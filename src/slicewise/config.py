@@ -23,9 +23,11 @@ from pydantic import (
 )
 
 from slicewise.catalog.model import first_problem
+from slicewise.costs.layout import ContextExchange
 from slicewise.errors import UserError, did_you_mean
 
-AXES = ("data", "fsdp", "expert", "tensor")  # mesh axes, slowest first; each has an ici_ and a dcn_ key
+# Mesh axes, slowest first; each has an ici_ and a dcn_ key.
+AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 
 class Part(BaseModel):
@@ -33,6 +35,7 @@ class Part(BaseModel):
 
 
 Degree = typing.Annotated[int, Field(ge=-1)]  # of parallelism: -1 fills what the other axes leave
+ContextStrategy = ContextExchange
 
 
 class Run(Part):
@@ -124,6 +127,8 @@ class Parallelism(Part):
     """Devices of a slice over which parameters are sharded and gathered where they are used."""
     ici_expert_parallelism: Degree = 1
     """Devices of a slice that share the experts; they divide the batch and all other weights as fsdp does."""
+    ici_context_parallelism: Degree = 1
+    """Devices of a slice that share the tokens of each sequence; they divide all weights as fsdp does."""
     ici_tensor_parallelism: Degree = 1
     """Devices of a slice that share heads, MLP columns and the vocabulary."""
     dcn_data_parallelism: Degree = -1
@@ -132,8 +137,12 @@ class Parallelism(Part):
     """Slices over which parameters are sharded."""
     dcn_expert_parallelism: Degree = 1
     """Slices that share the experts."""
+    dcn_context_parallelism: Degree = 1
+    """Slices that share the tokens of each sequence."""
     dcn_tensor_parallelism: Degree = 1
     """Slices that share heads, MLP columns and the vocabulary."""
+    context_strategy: ContextStrategy = "all_gather"
+    """How attention crosses the context axis: keys and values gathered, passed round a ring, or heads exchanged."""
 
     def degrees(self, network: Literal["ici", "dcn"]) -> dict[str, int]:
         """The degree asked for on each axis over one network, -1 where it fills."""

@@ -98,7 +98,7 @@ def test_log_every_thins_the_records_and_keeps_the_last(trainer):
 def test_all_processes_of_devices_log_the_same_run(trainer):
     one = trainer.train()
     trainer.use_devices(4)
-    four = trainer.train("run_name=four", "ici_data_parallelism=2", "ici_tensor_parallelism=2")
+    four = trainer.train("run_name=four", "ici_context_parallelism=2", "ici_tensor_parallelism=2")
     for a, b in zip(one, four, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 

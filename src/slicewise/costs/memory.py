@@ -58,6 +58,7 @@ def working_bytes(layer: Layer, layout: Layout, tokens: Number, recipe: Recipe) 
     held = held + 2 * slots * layer.active * layer.d_model / t  # tokens in the order of their experts, both ways
     if recipe.attention.kind == "flash" and recipe.attention.fused_backward:
         held = held + QUERY_GRADIENTS * layer.attention.context_width / t
+    held = held + context_width(layer, layout, recipe)
     weights = (layer.parameters - layer.routed_parameters) / t + layer.routed_parameters / (t * e)
     dense = max(m.parameters for m in layer.matmuls if not m.routed)
     largest = np.maximum(dense, max((m.parameters for m in layer.matmuls if m.routed), default=0) / e) / t
@@ -84,6 +85,16 @@ def output_bytes(shape: ModelShape, layout: Layout, tokens: Number, recipe: Reci
     logits = 4 * tokens / chunks * columns
     wide = np.where(chunks > 1, logits + matrix_gradient, np.maximum(logits, matrix_gradient))
     return matrix + wide + ACT * tokens / chunks * columns
+
+
+def context_width(layer: Layer, layout: Layout, recipe: Recipe) -> Number:
+    """Elements per token for what attention has of other devices: all keys and values of a row with their gradients,
+    or round a ring one more share of them, and two of their float32 gradients."""
+    n = layout.ici.context
+    shares = n - 1 if recipe.context_exchange == "all_gather" else 0
+    if recipe.context_exchange == "ring":
+        shares = np.where(n > 1, (1 + 2 * 4 / ACT) / 2, 0)
+    return 2 * shares * layer.attention.kv_width / layout.ici.tensor
 
 
 @dataclass(frozen=True)

@@ -121,20 +121,25 @@ def tensor_traffic(
 def context_traffic(
     layer: Layer, work: Shard, layout: Layout, net: Network, recipe: Recipe
 ) -> tuple[Number, Number]:
-    """Context parallelism: keys and values are gathered or passed round a ring, or heads are exchanged
-    (Ulysses); the backward pass moves the gradients of keys and values as well."""
+    """Context parallelism, forward and backward.
+
+    Gathered keys and values are gathered again, and their gradients scattered. Round a ring of n go n - 1 shares of
+    them, and n of their float32 gradients; again where the context is recomputed. Heads are exchanged (Ulysses) of
+    queries, keys, values and context, and again with those of their gradients.
+    """
     a, t, n = layer.attention, layout.ici.tensor, layout.ici.context
     ulysses = n if recipe.context_exchange == "ulysses" else np.minimum(recipe.context_ulysses, n)
     ring = n / ulysses
     kv = ACT * work.tokens * a.kv_width / t  # of one share
-    if recipe.context_exchange == "ring":  # neighbours send one way, over one link
-        keys = (ring - 1) * (kv / net.link_bytes_per_s + net.device.hop_s)
-    else:
-        keys = net.gather_s(kv * ring, {"context": ring})
     heads = ACT * work.tokens * (a.heads * a.qk_dim + a.kv_width + a.context_width) / t
     exchange = net.exchange_s(heads * ulysses, {"context": ulysses})
-    runs = 1 + ("context" in recomputed(layer, recipe.remat))
-    return keys + exchange, runs * (keys + exchange) + keys
+    if recipe.context_exchange == "ring":  # neighbours send one way, over one link
+        hop = kv / net.link_bytes_per_s + net.device.hop_s
+        runs = 1 + ("context" in recomputed(layer, recipe.remat))
+        gradients = ring * (4 / ACT * kv / net.link_bytes_per_s + net.device.hop_s)
+        return (ring - 1) * hop + exchange, runs * (ring - 1) * hop + gradients + 2 * exchange
+    keys = net.gather_s(kv * ring, {"context": ring})
+    return keys + exchange, 2 * (keys + exchange)
 
 
 def expert_traffic(

@@ -148,7 +148,7 @@ def weights(spec: ModelSpec) -> Params:
     dense = spec.layers - sparse
     return Params(
         embed=_normal(0.02, vocab, embed),
-        position=_normal(0.02, (spec.max_context, "sequence"), embed) if spec.position == "learned" else None,
+        position=_normal(0.02, (spec.max_context, "position"), embed) if spec.position == "learned" else None,
         layers=_layers(spec, sparse or dense, sparse=bool(sparse)),
         final_norm=_norm(spec, feature),
         head=None if spec.tied_embeddings else _matrix(D, embed, vocab),

@@ -26,6 +26,7 @@ def kernels(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> dict[str, Any]:
             config.data.sequence_length,
             config.model.use_max_logits_estimate,
             config.compiler.scoped_vmem_limit_kib,
+            config.parallelism.context_strategy,
         ),
         "grouped": grouped_matmul.choose(mesh) if spec.experts else grouped_matmul.REFERENCE,
         "quantization": quantization(config, spec),

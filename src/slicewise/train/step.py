@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -18,7 +19,7 @@ from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.model import transformer
 from slicewise.model.moe import balanced
-from slicewise.parallel import rules
+from slicewise.parallel import context, rules
 from slicewise.parallel.expert import Dispatch
 from slicewise.train import accumulate, choices
 from slicewise.train.accumulate import accumulated
@@ -44,6 +45,9 @@ class TrainStep:
 
     spec: ModelSpec
     mesh: Mesh
+    order: (
+        np.ndarray | None
+    )  # which token of a row stands at each place of a batch [T]; None = each in its own
     abstract_state: TrainState  # leaves are ShapeDtypeStruct with sharding
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     init: jax.stages.Wrapped  # () -> state; under jax.set_mesh(mesh), as the others
@@ -60,6 +64,8 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     """Raises UserError when the model, batch and mesh do not fit each other; compiles nothing."""
     spec = load_spec(config.model.model)
     rules.check(spec, config.data.global_batch_size, dict(mesh.shape))
+    strategy, tokens = config.parallelism.context_strategy, config.data.sequence_length
+    context.check(spec, tokens, strategy, config.model.moe_dispatch, dict(mesh.shape))
     if spec.position == "learned" and config.data.sequence_length > spec.max_context:
         raise UserError(
             f"sequence_length = {config.data.sequence_length} exceeds the {spec.max_context} learned positions of"
@@ -128,6 +134,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     return TrainStep(
         spec=spec,
         mesh=mesh,
+        order=context.order(tokens, mesh.shape[context.AXIS], strategy),
         abstract_state=abstract_state,
         abstract_batch={k: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for k in BATCH_KEYS},
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=on_cpu),

@@ -147,7 +147,12 @@ class Device:
 
 def choice(asked: str, platform: str, length: int = 256, max_logit: float = 0.0) -> Kernel:
     kind = {"tpu": "TPU v6 lite", "cpu": "cpu"}[platform]
-    return choose(asked, SimpleNamespace(devices=np.array([Device(platform, kind)])), length, max_logit)
+    return choose(
+        asked,
+        SimpleNamespace(devices=np.array([Device(platform, kind)]), shape={"context": 1}),
+        length,
+        max_logit,
+    )
 
 
 def test_auto_follows_the_devices_of_the_mesh():

@@ -47,6 +47,24 @@ def _forward(
     softcap: float | None,
     residual_name: str,
 ) -> tuple[jax.Array, tuple]:
+    operands = (q_BTKGH, k_BSKH, v_BSKV, sinks_KG, queries, keys, window)
+    found = forward(*operands, softcap, v_BSKV.dtype)
+    context_BTKGV, normaliser_BTKG = (checkpoint_name(x, residual_name) for x in found)
+    return context_BTKGV, (*operands, context_BTKGV, normaliser_BTKG)
+
+
+def forward(
+    q_BTKGH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKV: jax.Array,
+    sinks_KG: jax.Array,
+    queries: Where,
+    keys: Where,
+    window: jax.Array,
+    softcap: float | None,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+    """The context [B, T, K, G, V] in ``dtype``, and the logarithm of what the softmax divides by, [B, T, K, G]."""
     columns = (_blocks(k_BSKH), _blocks(v_BSKV), *map(_blocks, keys))
     B, T, K, G, _ = q_BTKGH.shape
     sinks_BKGt = jnp.broadcast_to(sinks_KG[None, :, :, None].astype(jnp.float32), (B, K, G, _block(T)))
@@ -69,20 +87,44 @@ def _forward(
         top = jnp.maximum(sinks_BKGt, MASKED)
         start = (top, jnp.exp(sinks_BKGt - top), jnp.zeros((*top.shape, v_BSKV.shape[-1]), jnp.float32))
         (top, total, acc), _ = jax.lax.scan(column, start, columns)
-        context = (acc / total[..., None]).astype(v_BSKV.dtype)
+        context = (acc / total[..., None]).astype(dtype)
         return context.transpose(0, 3, 1, 2, 4), (top + jnp.log(total)).transpose(0, 3, 1, 2)
 
     context, normaliser = jax.lax.map(rows, (_blocks(q_BTKGH), *map(_blocks, queries)))
-    context_BTKGV = checkpoint_name(_joined(context), residual_name)
-    normaliser_BTKG = checkpoint_name(_joined(normaliser), residual_name)
-    operands = (q_BTKGH, k_BSKH, v_BSKV, sinks_KG, queries, keys, window)
-    return context_BTKGV, (*operands, context_BTKGV, normaliser_BTKG)
+    return _joined(context), _joined(normaliser)
 
 
 def _backward(softcap: float | None, residual_name: str, saved: tuple, grad_BTKGV: jax.Array) -> tuple:
     q_BTKGH, k_BSKH, v_BSKV, sinks_KG, queries, keys, window, context_BTKGV, normaliser_BTKG = saved
-    f32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
     delta_BTKG = (context_BTKGV.astype(jnp.float32) * grad_BTKGV.astype(jnp.float32)).sum(-1)
+    operands = (q_BTKGH, k_BSKH, v_BSKV)
+    found = backward(*operands, grad_BTKGV, normaliser_BTKG, delta_BTKG, queries, keys, window, softcap)
+    share_BTKG = jnp.exp(sinks_KG.astype(jnp.float32) - normaliser_BTKG)
+    dsinks_KG = -(share_BTKG * delta_BTKG).sum((0, 1))
+    return (
+        *(d.astype(x.dtype) for d, x in zip(found, operands, strict=True)),
+        dsinks_KG.astype(sinks_KG.dtype),
+        None,
+        None,
+        None,
+    )
+
+
+def backward(
+    q_BTKGH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKV: jax.Array,
+    grad_BTKGV: jax.Array,
+    normaliser_BTKG: jax.Array,
+    delta_BTKG: jax.Array,
+    queries: Where,
+    keys: Where,
+    window: jax.Array,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What these keys give to the gradients of q, k and v, float32. The normaliser and ``delta``, the sum over V of the
+    context times its gradient, are those of all keys."""
+    f32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
     rows = tuple(map(_blocks, (q_BTKGH, grad_BTKGV, normaliser_BTKG, delta_BTKG, *queries)))
 
     def column(dq_iBtKGH: jax.Array, block: tuple) -> tuple[jax.Array, tuple]:
@@ -104,16 +146,7 @@ def _backward(softcap: float | None, residual_name: str, saved: tuple, grad_BTKG
 
     columns = (_blocks(k_BSKH), _blocks(v_BSKV), *map(_blocks, keys))
     dq, (dk, dv) = jax.lax.scan(column, _zeros_of(_blocks(q_BTKGH)), columns)
-    share_BTKG = jnp.exp(sinks_KG.astype(jnp.float32) - normaliser_BTKG)
-    dsinks_KG = -(share_BTKG * delta_BTKG).sum((0, 1))
-    like = ((dq, q_BTKGH), (dk, k_BSKH), (dv, v_BSKV))
-    return (
-        *(_joined(d).astype(x.dtype) for d, x in like),
-        dsinks_KG.astype(sinks_KG.dtype),
-        None,
-        None,
-        None,
-    )
+    return _joined(dq), _joined(dk), _joined(dv)
 
 
 attention.defvjp(_forward, _backward)
