@@ -31,7 +31,7 @@ def build_program(name: str, config: RunConfig, mesh: Mesh) -> Program:
     Raises UserError as build_train_step does.
     """
     step = build_train_step(config, mesh)
-    params = step.abstract_state.params
+    params = step.weights(step.abstract_state)
     match name:
         case "update":
             return Program(step.update, (step.abstract_state, step.abstract_batch))
@@ -51,7 +51,7 @@ def _generation(name: str, config: RunConfig, step: TrainStep) -> Program:
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_row)
 
-    params = step.abstract_state.params
+    params = step.weights(step.abstract_state)
     if name == "prefill":
         return Program(functions.prefill, (params, integers(rows, length), integers(rows), length))
     assert name == "decode", name

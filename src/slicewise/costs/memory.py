@@ -20,6 +20,24 @@ def local_parameters(shape: ModelShape, layout: Layout) -> Number:
     return shape.parameters / spread
 
 
+def trained_parameters(shape: ModelShape, layout: Layout) -> Number:
+    """Parameters of one device that have gradients and optimiser state: all of them, or those of adapters."""
+    if shape.frozen_bytes is None:
+        return local_parameters(shape, layout)
+    i = layout.ici
+    fsdp = i.fsdp * i.context * i.expert * layout.dcn.fsdp
+    layers = sum(layer.count * layer.adapter_parameters(fsdp, i.tensor) for layer in shape.layers)
+    return layers / layout.total("pipeline")
+
+
+def weight_bytes(shape: ModelShape, layout: Layout, recipe: Recipe) -> Number:
+    """Of one device: of what is trained, and of what is frozen beside it."""
+    trained = trained_parameters(shape, layout) * recipe.weight_bytes
+    if shape.frozen_bytes is None:
+        return trained
+    return trained + local_parameters(shape, layout) * shape.frozen_bytes
+
+
 def saved_width(layer: Layer, recipe: Recipe, tensor: Number, *, where: str) -> Number:
     """Elements per token that one layer keeps for its backward pass, on the ``device`` or on the ``host``."""
     names = recipe.remat.saved if where == "device" else recipe.remat.offloaded
@@ -51,6 +69,8 @@ def working_bytes(layer: Layer, layout: Layout, tokens: Number, recipe: Recipe) 
     weights = (layer.parameters - layer.routed_parameters) / t + layer.routed_parameters / (t * e)
     dense = max(m.parameters for m in layer.matmuls if not m.routed)
     largest = np.maximum(dense, max((m.parameters for m in layer.matmuls if m.routed), default=0) / e) / t
+    if layer.frozen:
+        largest = 0.0
     return ACT * (tokens * (np.maximum(attention, mlp) + widest) + weights + largest)
 
 
@@ -64,13 +84,15 @@ def loss_chunks(tokens: Number, d_model: int) -> Number:
 
 
 def output_bytes(shape: ModelShape, layout: Layout, tokens: Number, recipe: Recipe) -> Number:
-    """Logits in float32 (of a chunk also their gradient), and the gathered output matrix with its float32 gradient."""
+    """Logits in float32 (of a chunk also their gradient), and the gathered output matrix with its float32 gradient
+    unless it is frozen."""
     t = layout.ici.tensor
     if recipe.loss_in_chunks:
         logits = (4 + ACT) * tokens * shape.vocab / t / loss_chunks(tokens, shape.d_model)
     else:
         logits = 4 * tokens * shape.vocab / t / recipe.vocab_tiles
-    return logits + (ACT + 4) * shape.vocab * shape.d_model / t
+    gradient = 4 if shape.frozen_bytes is None else 0
+    return logits + (ACT + gradient) * shape.vocab * shape.d_model / t
 
 
 @dataclass(frozen=True)
@@ -89,15 +111,15 @@ class Peak:
 def peak_bytes(shape: ModelShape, layout: Layout, recipe: Recipe, seq: int) -> Peak:
     micro = layout.accumulation_steps * layout.pipeline_microbatches
     tokens = layout.global_batch * seq / (layout.data_shards * micro)
-    local = local_parameters(shape, layout)
+    trained = trained_parameters(shape, layout)
     working: Number = 0.0
     for layer in shape.layers:
         working = np.maximum(working, working_bytes(layer, layout, tokens, recipe))
     accumulator = np.where(layout.accumulation_steps > 1, 4.0, 0.0) if recipe.gradient_bytes < 4 else 0.0
     return Peak(
-        weights=local * recipe.weight_bytes,
-        optimizer=local * recipe.moment_bytes / recipe.moment_shards,
-        gradients=local * (recipe.gradient_bytes + accumulator),
+        weights=weight_bytes(shape, layout, recipe),
+        optimizer=trained * recipe.moment_bytes / recipe.moment_shards,
+        gradients=trained * (recipe.gradient_bytes + accumulator),
         working=working,
         output=output_bytes(shape, layout, tokens, recipe),
         tokens=tokens,

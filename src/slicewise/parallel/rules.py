@@ -20,7 +20,7 @@ RULES: Mapping[str, str | tuple[str, ...]] = {
     "vocab": "tensor",
     "tokens": "tensor",  # the tokens of the residual stream: see residual
 }
-WHOLE = frozenset({"layers", "sequence", "activation", "head_dim"})  # dims that no axis divides
+WHOLE = frozenset({"layers", "sequence", "activation", "head_dim", "lora"})  # dims that no axis divides
 
 
 def partition(*dims: str) -> PartitionSpec:
