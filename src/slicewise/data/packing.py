@@ -82,6 +82,7 @@ class ConversationPacker:
     def __init__(self, read: Callable[[int], np.ndarray], state: tuple[int, int] = (0, 0)):
         self._read = read
         self._documents = state[0]
+        self._conversation: np.ndarray | None = None
         self.skipped = 0
 
     @property
@@ -97,17 +98,9 @@ class ConversationPacker:
         """
         row_length = len(tokens_T)
         tokens_T[:], targets_T[:], segment_ids_T[:], positions_T[:] = 0, NO_TARGET, 0, 0
-        start, segment, skipped = 0, 1, 0
+        start, segment = 0, 1
         while start < row_length:
-            ids, is_answer = self._read(self._documents)[:, :row_length]
-            if not has_answer(is_answer):
-                self._documents, self.skipped, skipped = self._documents + 1, self.skipped + 1, skipped + 1
-                if skipped > MOST_SKIPPED:
-                    raise UserError(
-                        f"{MOST_SKIPPED:,} conversations, one after the other, have no answer within"
-                        f" sequence_length = {row_length} tokens; raise it, or mend the data."
-                    )
-                continue
+            ids, is_answer = self._current(row_length)
             end = start + len(ids)
             if end > row_length:
                 return
@@ -115,7 +108,23 @@ class ConversationPacker:
             targets_T[start : end - 1] = np.where(is_answer[1:] == 1, ids[1:], NO_TARGET)
             segment_ids_T[start:end] = segment
             positions_T[start:end] = np.arange(len(ids))
-            self._documents, start, segment = self._documents + 1, end, segment + 1
+            self._documents, self._conversation = self._documents + 1, None
+            start, segment = end, segment + 1
+
+    def _current(self, row_length: int) -> np.ndarray:
+        """The next conversation that has an answer, int32 [2, <= row_length]; those before it are skipped."""
+        if self._conversation is not None:
+            return self._conversation
+        for _ in range(MOST_SKIPPED):
+            conversation = self._read(self._documents)[:, :row_length]
+            if has_answer(conversation[1]):
+                self._conversation = conversation
+                return conversation
+            self._documents, self.skipped = self._documents + 1, self.skipped + 1
+        raise UserError(
+            f"{MOST_SKIPPED:,} conversations, one after the other, have no answer within"
+            f" sequence_length = {row_length} tokens; raise it, or mend the data."
+        )
 
 
 def has_answer(is_answer: np.ndarray) -> bool:
