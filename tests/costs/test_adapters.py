@@ -76,7 +76,7 @@ def test_frozen_weights_have_no_gradients_and_no_optimiser_state():
     trained = trained_parameters(frozen, layout)
     assert less["weights"] == pytest.approx(2 * shape.parameters / 8 + 4 * trained)
     assert less["optimizer"] == pytest.approx(8 * trained)
-    assert less["optimizer"] < 0.01 * full["optimizer"]
+    assert less["optimizer"] < 0.03 * full["optimizer"]
     assert less["activations"] == full["activations"]
     eighth = memory_bytes(with_adapters(shape, replace(LORA, base_dtype="int8")), layout, recipe, 4096)
     assert eighth["weights"] == pytest.approx(shape.parameters / 8 + 4 * trained)
