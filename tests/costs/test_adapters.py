@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 
 from slicewise.catalog import slices
@@ -16,8 +17,11 @@ from slicewise.costs.memory import memory_bytes, trained_parameters, weight_byte
 from slicewise.costs.shapes import model_shape
 from slicewise.model import lora as model
 from slicewise.model import params
+from slicewise.parallel.cluster import SliceDevices
+from slicewise.parallel.mesh import build_mesh
 from slicewise.parallel.rules import RULES
 from slicewise.plan.run_config import priced
+from slicewise.train.step import build_train_step
 
 LLAMA = load("llama3-8b")
 LORA = Lora(16)
@@ -80,6 +84,24 @@ def test_frozen_weights_have_no_gradients_and_no_optimiser_state():
     assert less["activations"] == full["activations"]
     eighth = memory_bytes(with_adapters(shape, replace(LORA, base_dtype="int8")), layout, recipe, 4096)
     assert eighth["weights"] == pytest.approx(shape.parameters / 8 + 4 * trained)
+
+
+@pytest.mark.parametrize("rank", [0, 16])
+def test_the_state_of_a_step_has_the_bytes_that_are_planned(rank):
+    keys = ["model=qwen3-0.6b", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2", f"lora_rank={rank}"]
+    config = load_config(None, keys).config
+    array = np.empty((1, 8), dtype=object)
+    array[0] = jax.devices()
+    state = build_train_step(config, build_mesh(config, SliceDevices(array))).abstract_state
+
+    def bytes_of(tree):
+        shards = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards)
+
+    shape = with_adapters(model_shape(load("qwen3-0.6b")), config.adapters)
+    planned = memory_bytes(shape, Layout(Degrees(fsdp=4, tensor=2), global_batch=16), Recipe(), 256)
+    assert bytes_of((state.params, state.frozen)) == pytest.approx(planned["weights"], rel=0.01)
+    assert bytes_of(state.opt_state) == pytest.approx(planned["optimizer"], rel=0.01)
 
 
 def test_a_config_with_adapters_is_priced_with_them():
