@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from slicewise.catalog.model import first_problem
+from slicewise.costs.adapters import Lora as Adapters
 from slicewise.costs.layout import ContextExchange
 from slicewise.errors import UserError, did_you_mean
 
@@ -110,6 +111,10 @@ class Data(Part):
     """File, directory or glob of the source; for huggingface the dataset's name."""
     text_field: str = "text"
     """Field of a record that holds the text."""
+    messages_field: str = ""
+    """Field of a record that holds a conversation, for fine-tuning on its answers; empty = documents are text."""
+    chat_template: str = "auto"
+    """How a conversation becomes text: auto (the tokenizer's own, else builtin), builtin, or a Jinja file."""
     tokenizer: str = "bytes"
     """'bytes', a tokenizer.json, or a SentencePiece .model."""
     sequence_length: PositiveInt = 256
@@ -197,6 +202,19 @@ class Checkpoint(Part):
     """Newest checkpoints kept."""
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the run's newest complete checkpoint; never refuses to touch an existing run."""
+    initial_weights: str = ""
+    """Where the weights of a new run come from: a Hugging Face folder or another run; empty = random."""
+
+
+class Lora(Part):
+    lora_rank: NonNegativeInt = 0
+    """Rank of the adapters that are trained instead of the weights; 0 trains the weights."""
+    lora_alpha: PositiveFloat = 16.0
+    """What an adapter adds is multiplied by lora_alpha / lora_rank."""
+    lora_layers: str = ""
+    """Regular expression for the matrices with adapters, such as w[qv]; empty = all but routed experts."""
+    lora_base_dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"
+    """How the frozen matrices are kept; int8 has one scale a column."""
 
 
 class Evaluation(Part):
@@ -226,6 +244,7 @@ class RunConfig(Part):
     parallelism: Parallelism = Parallelism()
     compiler: Compiler = Compiler()
     optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()
     metrics: Metrics = Metrics()
@@ -239,6 +258,12 @@ class RunConfig(Part):
     def local_directory(self) -> Path:
         """Where a machine keeps metrics, profiles and logs: the run's folder, or runs/NAME when that is a URL."""
         return Path("runs") / self.run.run_name if "://" in self.directory else Path(self.directory)
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters that are trained instead of the weights; None where the weights are."""
+        l = self.lora
+        return Adapters(l.lora_rank, l.lora_alpha, l.lora_layers, l.lora_base_dtype) if l.lora_rank else None
 
     @property
     def warmup_steps(self) -> int:

@@ -16,6 +16,8 @@ from slicewise.checkpoint.digest import digests
 from slicewise.checkpoint.manifest import Leaf, Manifest, complete_steps, is_complete, read_manifest
 from slicewise.errors import ExitCode, UserError, did_you_mean
 
+RESUME_ADVICE = "resume with the config that saved it, or choose another run_name"
+
 
 @dataclass(frozen=True)
 class Restored:
@@ -93,18 +95,21 @@ class CheckpointStore:
         self._pending = self._background.submit(self._finish, step, response)
         return True
 
-    def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> Restored:
+    def restore(
+        self, step: int, abstract_state: Any, *, partial: bool = False, advice: str = RESUME_ADVICE
+    ) -> Restored:
         """Loads one step and verifies every array against its digest.
 
         abstract_state: pytree of jax.ShapeDtypeStruct with shardings; mesh and process count may differ from
-        those of the save. With ``partial`` it may leave out stored arrays, such as the optimiser's.
+        those of the save. With ``partial`` it may leave out stored arrays, such as the optimiser's. ``advice`` is what
+        to do where an array has another shape.
         Raises UserError, which names the array, when tree, shape or dtype differ (before anything is loaded),
         or when the data are damaged.
         """
         self.wait()
         manifest = read_manifest(self.directory, step)
         wanted = flatten(abstract_state)
-        self._check_same(step, manifest.leaves, wanted, partial)
+        self._check_same(step, manifest.leaves, wanted, partial, advice)
         try:
             arrays = self._orbax.load(self._path(step), wanted)
         except backend.ReadError as e:
@@ -179,7 +184,12 @@ class CheckpointStore:
             raise self._save_error(step, e) from e
 
     def _check_same(
-        self, step: int, stored: Mapping[str, Leaf], wanted: Mapping[str, jax.ShapeDtypeStruct], partial: bool
+        self,
+        step: int,
+        stored: Mapping[str, Leaf],
+        wanted: Mapping[str, jax.ShapeDtypeStruct],
+        partial: bool,
+        advice: str,
     ) -> None:
         where = f"checkpoint of step {step} in {self.directory}"
         for path, leaf in wanted.items():
@@ -188,10 +198,7 @@ class CheckpointStore:
                 near = did_you_mean(path, stored)
                 raise UserError(f"the {where} has no {path} (expected {expected}).{near}")
             if str(stored[path]) != str(expected):
-                raise UserError(
-                    f"{path} is {stored[path]} in the {where}, but {expected} here:"
-                    " resume with the config that saved it, or choose another run_name."
-                )
+                raise UserError(f"{path} is {stored[path]} in the {where}, but {expected} here: {advice}.")
         if not partial and (extra := sorted(stored.keys() - wanted.keys())):
             raise UserError(f"the {where} also has {extra[0]} ({stored[extra[0]]}), which has no place here.")
 

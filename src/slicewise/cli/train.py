@@ -31,6 +31,15 @@ def register(verbs: Verbs) -> None:
     sub.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
     sub.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest that sum to P")
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples (default 0)")
+    sub.add_argument(
+        "--chat", action="store_true", help="prompts are what a user says; print the answers only"
+    )
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="replace a key of the run's config")
+
+    sub = verbs.add("export", _export, "write a trained model as a Hugging Face folder, adapters merged")
+    sub.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one step: RUN/checkpoints/STEP")
+    sub.add_argument("folder", metavar="FOLDER", help="where to write; must not exist or be empty")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="replace a key of the run's config")
 
     sub = verbs.add("evaluate", _evaluate, "loss and perplexity of a trained model on text")
     sub.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one step: RUN/checkpoints/STEP")
@@ -108,8 +117,22 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     prompts = arguments.prompt or [""]
-    for text in generate(arguments.checkpoint, prompts, arguments.max_tokens, sampling):
+    for text in generate(
+        arguments.checkpoint,
+        prompts,
+        arguments.max_tokens,
+        sampling,
+        arguments.overrides,
+        is_chat=arguments.chat,
+    ):
         print(text)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from slicewise.train.export import export
+
+    files, parameters = export(arguments.checkpoint, arguments.folder, arguments.overrides)
+    print(f"{arguments.folder}: {parameters:,} parameters in {', '.join(files)}")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

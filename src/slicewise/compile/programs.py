@@ -33,7 +33,7 @@ def build_program(name: str, config: RunConfig, mesh: Mesh) -> Program:
     Raises UserError as build_train_step does, and for what generates with a context axis.
     """
     step = build_train_step(config, mesh)
-    params = step.abstract_state.params
+    params = step.weights(step.abstract_state)
     match name:
         case "update":
             return Program(step.update, (step.abstract_state, step.abstract_batch))
@@ -57,7 +57,7 @@ def _generation(name: str, config: RunConfig, step: TrainStep) -> Program:
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_row)
 
-    params = step.abstract_state.params
+    params = step.weights(step.abstract_state)
     if name == "prefill":
         return Program(functions.prefill, (params, integers(rows, length), integers(rows), length))
     assert name == "decode", name

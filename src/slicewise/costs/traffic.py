@@ -103,8 +103,14 @@ def weight_traffic(layer: Layer, layout: Layout, net: Network, recipe: Recipe) -
     shard = dense / (i.fsdp * i.context * i.expert * n) + routed / (i.fsdp * i.context * n)
     dcn = net.dcn_s(shard * (n - 1))
     reduced = dcn * recipe.gradient_bytes / ACT  # between slices gradients are summed in their own type
+    scatter = ici
+    if layer.frozen:  # only gradients of adapters are scattered
+        adapters = layer.adapter_parameters(1, i.tensor)
+        scatter = net.gather_s(ACT * adapters, {"fsdp": i.fsdp, "context": i.context, "expert": i.expert})
+        sharded = adapters / (i.fsdp * i.context * i.expert * n)
+        reduced = net.dcn_s(recipe.gradient_bytes * sharded * (n - 1))
     eighth = 0.5 if recipe.static_scales and recipe.precision != "bf16" else 1.0
-    return WeightTraffic(ici * eighth, ici, dcn * eighth, reduced)
+    return WeightTraffic(ici * eighth, scatter, dcn * eighth, reduced)
 
 
 def tensor_traffic(
@@ -167,7 +173,10 @@ def gradient_traffic(layer: Layer, layout: Layout, net: Network, recipe: Recipe)
     i, d = layout.ici, layout.dcn
     dense = (layer.parameters - layer.routed_parameters) / (i.tensor * i.fsdp * i.context * i.expert)
     routed = layer.routed_parameters / (i.tensor * i.expert * i.fsdp * i.context)
-    size = recipe.gradient_bytes * (dense + routed) / d.fsdp
+    trained = (dense + routed) / d.fsdp
+    if layer.frozen:
+        trained = layer.adapter_parameters(i.fsdp * i.context * i.expert * d.fsdp, i.tensor)
+    size = recipe.gradient_bytes * trained
     ici = 2 * net.gather_s(size, {"data": i.data})
     return ici, net.dcn_s(2 * size * (d.data - 1) / d.data)
 

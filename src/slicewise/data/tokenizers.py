@@ -115,6 +115,12 @@ class TokenizerJson:
     def decode(self, ids: Iterable[int]) -> str:
         return _decode_runs(ids, self.vocab_size, self._tokenizer.decode)
 
+    def with_special_tokens(self) -> Any:
+        """The package's tokenizer, which takes special tokens that are spelled out for what they say."""
+        marked = type(self._tokenizer).from_str(self._tokenizer.to_str())
+        marked.encode_special_tokens = False
+        return marked
+
 
 class SentencePiece:
     """A SentencePiece .model."""

@@ -17,6 +17,7 @@ from slicewise.catalog.model import Experts, ModelSpec
 from slicewise.kernels.grouped_matmul.api import REFERENCE, Kernel, grouped_matmul
 from slicewise.model.layers import activate, mlp
 from slicewise.model.linear import linear
+from slicewise.model.lora import Packed, unpacked
 from slicewise.model.params import Layers, Moe, Params
 from slicewise.model.remat import GATHERED, named
 from slicewise.parallel.expert import Dispatch, mixed
@@ -58,7 +59,7 @@ def moe(
     assert e is not None
     h_BTD = jax.sharding.reshard(h_BTD, partition("batch", "sequence", "activation"))
     choice_BTK, share_BTK, usage = route(w, e, h_BTD, segments_BT > 0)
-    routed = {name: getattr(w, name) for name in DIMS if getattr(w, name) is not None}
+    routed = {name: _plain(getattr(w, name), h_BTD.dtype) for name in DIMS if getattr(w, name) is not None}
     out_BTD = mixed(
         h_BTD,
         choice_BTK,
@@ -75,6 +76,10 @@ def moe(
     if w.shared is not None:
         out_BTD = out_BTD + mlp(w.shared, spec, h_BTD, weight, prefix="shared_")
     return out_BTD, usage
+
+
+def _plain(weight: Any, dtype: jnp.dtype) -> jax.Array:
+    return unpacked(weight, dtype) if isinstance(weight, Packed) else weight
 
 
 def route(w: Moe, e: Experts, h_BTD: jax.Array, real_BT: jax.Array) -> tuple[jax.Array, jax.Array, Usage]:

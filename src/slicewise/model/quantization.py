@@ -99,7 +99,7 @@ def marked(layers: Any, how: Quantization | None) -> Any:
         return layers
 
     def mark(path: tuple, weight: jax.Array) -> Any:
-        name = _name(path)
+        name = _name(path).removesuffix(".base")  # of one that is Adapted
         is_meant = MATRICES.fullmatch(name) and not EXPERTS.fullmatch(name) and re.fullmatch(how.layers, name)
         return Marked(weight, how) if is_meant else weight
 

@@ -21,7 +21,7 @@ from slicewise.model.attention import Cache
 from slicewise.model.layers import mlp, normed, weights_in
 from slicewise.model.linear import linear
 from slicewise.model.moe import Usage, moe
-from slicewise.model.params import Layers, Params, Prediction, init, leaves, padded_vocab, weights
+from slicewise.model.params import Layers, Params, Prediction, init, leaves, padded_vocab, start, weights
 from slicewise.model.quantization import Quantization, marked
 from slicewise.model.remat import checkpoint_policy, named
 from slicewise.parallel.context import ahead
@@ -39,6 +39,7 @@ __all__ = [
     "leaves",
     "output_matrix",
     "padded_vocab",
+    "start",
     "states",
     "weights",
 ]

@@ -21,7 +21,8 @@ RULES: Mapping[str, str | tuple[str, ...]] = {
     "vocab": "tensor",
     "tokens": ("context", "tensor"),  # the tokens of the residual stream: see residual
 }
-WHOLE = frozenset({"layers", "position", "slots", "activation", "head_dim"})  # dims that no axis divides
+# dims that no axis divides
+WHOLE = frozenset({"layers", "position", "slots", "activation", "head_dim", "lora"})
 
 
 def partition(*dims: str) -> PartitionSpec:

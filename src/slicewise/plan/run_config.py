@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from slicewise.catalog.slices import Cluster
 from slicewise.config import AXES, SECTION_OF, RunConfig, resolve_degrees, toml
 from slicewise.costs import remat
+from slicewise.costs.adapters import with_adapters
 from slicewise.costs.layout import AXES as ALL_AXES
 from slicewise.costs.layout import Degrees, Layout, Recipe
 from slicewise.costs.shapes import ModelShape
@@ -26,7 +27,10 @@ MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 
 
 def workload_of(config: RunConfig, shape: ModelShape) -> Workload:
-    return Workload(shape, config.data.sequence_length, config.data.global_batch_size)
+    """The work of ``config``, whose model has ``shape``: with LoRA the shape is frozen and has adapters."""
+    return Workload(
+        with_adapters(shape, config.adapters), config.data.sequence_length, config.data.global_batch_size
+    )
 
 
 def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
@@ -56,8 +60,8 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
     layout = Layout(Degrees(**degrees.ici), Degrees(**degrees.dcn), work.global_batch, steps)
     check_layout(shape, cluster, layout, work.seq)
     recipe = _recipe(config, layout)
-    check_exchange(shape, layout, recipe)
-    return Candidate(cluster, layout, recipe, estimate(shape, cluster, layout, recipe, work.seq))
+    check_exchange(work.shape, layout, recipe)
+    return Candidate(cluster, layout, recipe, estimate(work.shape, cluster, layout, recipe, work.seq))
 
 
 def _recipe(config: RunConfig, layout: Layout) -> Recipe:

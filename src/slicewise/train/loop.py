@@ -1,6 +1,7 @@
 """The training run of one process: restore, step, measure, save, evaluate."""
 
 import contextlib
+import dataclasses
 import gc
 import math
 import time
@@ -14,13 +15,14 @@ from jax.experimental import multihost_utils
 import slicewise
 from slicewise.checkpoint.manifest import complete_steps
 from slicewise.config import RunConfig
+from slicewise.costs.adapters import with_adapters
 from slicewise.costs.flops import model_flops
 from slicewise.costs.shapes import model_shape
 from slicewise.data.loader import BatchLoader
 from slicewise.errors import UserError
 from slicewise.parallel import cluster
 from slicewise.parallel.mesh import build_mesh
-from slicewise.train import choices, runtime
+from slicewise.train import choices, initial, runtime
 from slicewise.train.batches import held_out, local_rows, to_global
 from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s
 from slicewise.train.progress import Sink, reporter
@@ -63,6 +65,7 @@ class _Run:
         self.rows = local_rows(step)
         self.store: Any = None
         self.start = 0
+        self.frozen_digest: str | None = None  # with LoRA
         directory = f"{config.directory}/checkpoints"
         if config.checkpoint.resume == "never":
             self._refuse_existing(directory)
@@ -104,23 +107,27 @@ class _Run:
     def _train(self) -> TrainState:
         """Steps ``start`` + 1 to the last. Compiling and opening the data go on side by side."""
         config = self.config
-        state, data_state = None, None
+        state, data_state, params = None, None, None
         if self.start:
             self.report({"event": "phase", "name": "restore"})
             state, data_state = self._restore()  # before compiling: a checkpoint may be refused
+        elif config.checkpoint.initial_weights or self.step.lora:
+            self.report({"event": "phase", "name": "load weights"})
+            params = initial.load(config, self.step)  # to train, or to freeze
+            self._note_base(params)
         writer = self._open_writer() if self.is_first else None
         if writer:
             self.stack.callback(writer.close)
         with ThreadPoolExecutor(2) as background:
             loading = background.submit(self._open_loader, data_state)
-            initialising = None if state else background.submit(self._compile_init)
+            initialising = None if state else background.submit(self._compile_init, params)
             self.report({"event": "phase", "name": "compile"})
             update = self._compile_update()
             loader = loading.result()
             self.stack.callback(loader.close)
             cluster.wait_for_all("compiled")
             if initialising:
-                state = initialising.result()()
+                state = self._begin(initialising.result(), params)
         assert state is not None
         gc.freeze()  # programs and modules stay to the end: no collection need look at them
         gc.enable()
@@ -128,6 +135,8 @@ class _Run:
         self._say(self._describe())
         for note in choices.notes(config, self.step.spec, self.step.mesh):
             self._say(note)
+        if loader.chat_template:
+            self._say(f"chat template: {loader.chat_template}")
         for number in range(self.start + 1, config.run.steps + 1):
             self._profile(number, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
@@ -147,6 +156,9 @@ class _Run:
             if saves or evaluates:
                 meter.restart_clock()
         self._profile(config.run.steps + 1, state)
+        if loader.chat_template and (skipped := int(self._of_rows(loader.skipped).sum())):
+            length = config.data.sequence_length
+            self._say(f"{skipped:,} conversations were skipped: no answer within sequence_length = {length}")
         return state
 
     def _check_logits(self, number: int, state: TrainState, batch: dict) -> None:
@@ -154,7 +166,7 @@ class _Run:
         if self.step.logits_above is None:
             return
         above, estimate = (
-            float(self.step.logits_above(state.params, batch)),
+            float(self.step.logits_above(self.step.weights(state), batch)),
             self.config.model.use_max_logits_estimate,
         )
         if above:
@@ -174,9 +186,22 @@ class _Run:
             choices.check_kernels(expected, lowered.as_text())
         return lowered.compile()
 
-    def _compile_init(self) -> jax.stages.Compiled:
+    def _compile_init(self, params: Any) -> jax.stages.Compiled:
+        """``init``, or ``begin`` for a run that trains the weights ``params``."""
         with jax.set_mesh(self.step.mesh):  # which belongs to a thread
-            return self.step.init.lower().compile()
+            if params is None or self.step.lora:
+                return self.step.init.lower().compile()
+            return self.step.begin.lower(params).compile()
+
+    def _begin(self, compiled: jax.stages.Compiled, params: Any) -> TrainState:
+        if params is None:
+            return compiled()
+        return dataclasses.replace(compiled(), frozen=params) if self.step.lora else compiled(params)
+
+    def _note_base(self, params: Any) -> None:
+        """Keeps the digest of what is frozen for the metadata of checkpoints."""
+        if self.step.lora:
+            self.frozen_digest = initial.digest(params)
 
     def _open_writer(self) -> MetricWriter:
         metrics = self.config.metrics
@@ -211,31 +236,43 @@ class _Run:
         return is_on and number % evaluation.eval_every == 0 and number < self.config.run.steps
 
     def _save(self, number: int, state: TrainState, loader: BatchLoader) -> None:
-        data_state = np.zeros((self.config.data.global_batch_size, 2), np.int64)
-        data_state[self.rows] = loader.state
-        if jax.process_count() > 1:  # rows held by several processes have equal states, absent ones are zero
-            data_state = multihost_utils.process_allgather(data_state).max(axis=0)
+        data_state = self._of_rows(loader.state)
         metadata = {
             "config": self.config.model_dump(),
             "slicewise": slicewise.__version__,
             "compiler_options": self.step.compiler_options,
+            "frozen": self.frozen_digest,
         }
-        self.store.save(number, state, data_state=data_state, metadata=metadata)
+        kept = dataclasses.replace(state, frozen=None)
+        self.store.save(number, kept, data_state=data_state, metadata=metadata)
+
+    def _of_rows(self, local: np.ndarray) -> np.ndarray:
+        """int64 [all rows, ...] from those of this process."""
+        found = np.zeros((self.config.data.global_batch_size, *local.shape[1:]), np.int64)
+        found[self.rows] = local
+        if jax.process_count() > 1:  # rows held by several processes have equal numbers, absent ones are zero
+            found = multihost_utils.process_allgather(found).max(axis=0)
+        return found
 
     def _restore(self) -> tuple[TrainState, np.ndarray]:
-        restored = self.store.restore(self.start, self.step.abstract_state)
+        restored = self.store.restore(self.start, dataclasses.replace(self.step.abstract_state, frozen=None))
         saved, rows = len(restored.data_state), self.config.data.global_batch_size
         if saved != rows:
             raise UserError(
                 f"checkpoint {self.config.directory}/checkpoints/{self.start} was made with global_batch_size ="
                 f" {saved}, the config says {rows}; keep it, or start another run_name."
             )
-        return restored.state, restored.data_state
+        if not self.step.lora:
+            return restored.state, restored.data_state
+        frozen = initial.load(self.config, self.step)
+        initial.check_base(self.config, frozen, restored.metadata)
+        self._note_base(frozen)
+        return dataclasses.replace(restored.state, frozen=frozen), restored.data_state
 
     def _evaluate(self, state: TrainState) -> float:
         """Mean held-out loss in nats a token."""
         self.report({"event": "phase", "name": "evaluate"})
-        return mean_loss(self.config, self.step, state.params)
+        return mean_loss(self.config, self.step, self.step.weights(state))
 
     def _profile(self, number: int, state: TrainState) -> None:
         """Opens the profiling window before step ``number``, or closes it; steps before a resume are not in it."""
@@ -272,7 +309,8 @@ class _Meter:
     def __init__(self, config: RunConfig, step: TrainStep, report: Sink, writer: MetricWriter | None):
         self.config, self.report, self.writer = config, report, writer
         self.tokens = config.data.global_batch_size * config.data.sequence_length
-        flops = model_flops(model_shape(step.spec), self.tokens, config.data.sequence_length)
+        shape = with_adapters(model_shape(step.spec), step.lora)
+        flops = model_flops(shape, self.tokens, config.data.sequence_length)
         self.flops_per_device = flops / step.mesh.devices.size
         self.peak = peak_flops_per_s(step.mesh)
         self.pending: list[tuple[int, dict]] = []

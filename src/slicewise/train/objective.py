@@ -62,11 +62,12 @@ def objective(
     weights: Weights,
     *,
     kernel: Kernel = REFERENCE,
+    is_frozen: bool = False,
     **how: Any,
 ) -> tuple[jax.Array, Terms]:
     """What ``part`` of the batch that ``whole`` counts adds to the objective, and its terms.
 
-    ``kernel`` and ``how`` go to transformer.states.
+    With ``is_frozen`` the output matrix has no gradient. ``kernel`` and ``how`` go to transformer.states.
     """
     where = Tokens(part["positions"], part["segment_ids"])
     predict = bool(spec.prediction_layers and weights.prediction)
@@ -74,8 +75,8 @@ def objective(
     matrix = transformer.output_matrix(params)
 
     def cross_entropy(x_BTD: jax.Array, targets_BT: jax.Array, z_loss_weight: float) -> jax.Array:
-        how = Loss(spec.vocab, spec.tied_embeddings, spec.logits_softcap, z_loss_weight)
-        return summed_loss(x_BTD, matrix, targets_BT, how) / whole.predicted
+        loss = Loss(spec.vocab, spec.tied_embeddings, spec.logits_softcap, z_loss_weight, is_frozen=is_frozen)
+        return summed_loss(x_BTD, matrix, targets_BT, loss) / whole.predicted
 
     total = loss = cross_entropy(states.x_BTD, part["targets"], weights.z_loss)
     prediction_loss = balance_loss = share_LE = None

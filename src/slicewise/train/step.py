@@ -14,11 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
+from slicewise.costs.adapters import Lora
 from slicewise.costs.remat import chosen
 from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.model import transformer
+from slicewise.model.lora import adapted, adapters, freeze
 from slicewise.model.moe import balanced
+from slicewise.model.params import mapped
 from slicewise.parallel import context, rules
 from slicewise.parallel.expert import Dispatch
 from slicewise.train import accumulate, choices
@@ -35,8 +38,9 @@ BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")  # each int32 [B,
 @dataclass(frozen=True)
 class TrainState:
     step: Any  # int32 scalar: optimiser steps taken
-    params: transformer.Params
+    params: Any  # what is trained: transformer.Params, with LoRA the adapters by the name of their matrix
     opt_state: Any
+    frozen: Any = None  # with LoRA, the Params below the adapters
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class TrainStep:
     )  # which token of a row stands at each place of a batch [T]; None = each in its own
     abstract_state: TrainState  # leaves are ShapeDtypeStruct with sharding
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
-    init: jax.stages.Wrapped  # () -> state; under jax.set_mesh(mesh), as the others
+    init: jax.stages.Wrapped  # () -> state without what is frozen; under jax.set_mesh(mesh), as the others
+    begin: jax.stages.Wrapped  # (params) -> state of a run that starts from them; donates them
     update: jax.stages.Wrapped  # (state, batch) -> (state, metrics); donates the state
     evaluate: Callable[
         [transformer.Params, dict], tuple[jax.Array, jax.Array]
@@ -58,6 +63,12 @@ class TrainStep:
     compiler_options: dict[str, Any]  # of update and evaluate: the resolved compiler flags
     # (params, batch) -> how many attention logits exceed use_max_logits_estimate, where there is one
     logits_above: jax.stages.Wrapped | None
+    layout: transformer.Params  # the Weights of the whole model
+    lora: Lora | None
+
+    def weights(self, state: TrainState) -> transformer.Params:
+        """What a forward pass takes: the trained parameters, or the frozen ones with their adapters."""
+        return state.params if self.lora is None else adapted(state.frozen, state.params, self.lora)
 
 
 def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
@@ -75,13 +86,17 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     options = choices.compiler_options(config, mesh)
     remat = chosen(config.model.remat_policy, config.model.remat_tensors)
     layout, steps = transformer.weights(spec), config.optimizer.gradient_accumulation_steps
+    lora = choices.adapters(config, spec)
+    trained = layout if lora is None else adapters(layout, lora)
     accumulate.check(config.data.global_batch_size, steps, dict(mesh.shape))
-    keeping(config).check(layout, dict(mesh.shape))
-    tx, learning_rate = optimizer(config, layout), schedule(config)
+    keeping(config).check(trained, dict(mesh.shape))
+    tx, learning_rate = optimizer(config, trained), schedule(config)
+
+    def begin(params: Any) -> TrainState:
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
     def init() -> TrainState:
-        params = transformer.init(spec, jax.random.key(config.run.seed))
-        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+        return begin(transformer.start(trained, jax.random.key(config.run.seed)))
 
     model = config.model
     how = {
@@ -95,20 +110,21 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     def update(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
         whole = counts(batch)
 
-        def part_of_mean(params: transformer.Params, part: dict) -> tuple[jax.Array, Terms]:
-            return objective(params, spec, part, whole, weights, **how)
+        def part_of_mean(params: Any, part: dict) -> tuple[jax.Array, Terms]:
+            model = params if lora is None else adapted(state.frozen, params, lora)
+            return objective(model, spec, part, whole, weights, is_frozen=lora is not None, **how)
 
         differentiate = jax.value_and_grad(part_of_mean, has_aux=True)
         (_, terms), grads = accumulated(differentiate, state.params, batch, steps)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        if spec.experts and spec.experts.balancing_bias:
+        if spec.experts and spec.experts.balancing_bias and lora is None:
             params = balanced(params, terms.share_LE)
         metrics = terms.metrics() | {
             "gradient_norm": optax.tree.norm(grads),
             "learning_rate": learning_rate(state.step),
         }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state, state.frozen), metrics
 
     def evaluate(params: transformer.Params, batch: dict) -> tuple[jax.Array, jax.Array]:
         summed = objective(params, spec, batch, Counts(1, 1), Weights(), **how)[1].loss
@@ -126,10 +142,13 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     shape = (config.data.global_batch_size, config.data.sequence_length)
     sharding = NamedSharding(mesh, rules.partition("batch", "sequence"))
     with jax.set_mesh(mesh):
-        abstract_state = _with_devices(jax.eval_shape(init), mesh)
-    opt_state = on_host(abstract_state.opt_state, keeping(config))
-    abstract_state = dataclasses.replace(abstract_state, opt_state=opt_state)
-    state_shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
+        started = _with_devices(jax.eval_shape(init), mesh)
+        frozen = None if lora is None else _with_devices(_frozen(spec, lora), mesh)
+    started = dataclasses.replace(started, opt_state=on_host(started.opt_state, keeping(config)))
+    abstract_state = dataclasses.replace(started, frozen=frozen)
+    start_shardings, state_shardings = (
+        jax.tree.map(lambda x: x.sharding, tree) for tree in (started, abstract_state)
+    )
     on_cpu = _cpu_options(mesh)
     return TrainStep(
         spec=spec,
@@ -137,7 +156,8 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         order=context.order(tokens, mesh.shape[context.AXIS], strategy),
         abstract_state=abstract_state,
         abstract_batch={k: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for k in BATCH_KEYS},
-        init=jax.jit(init, out_shardings=state_shardings, compiler_options=on_cpu),
+        init=jax.jit(init, out_shardings=start_shardings, compiler_options=on_cpu),
+        begin=jax.jit(begin, donate_argnums=0, out_shardings=start_shardings, compiler_options=on_cpu),
         update=jax.jit(
             update,
             donate_argnums=0,
@@ -147,7 +167,20 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         evaluate=jax.jit(evaluate, compiler_options=options | on_cpu),
         compiler_options=options,
         logits_above=jax.jit(logits_above, compiler_options=options) if estimated else None,
+        layout=layout,
+        lora=lora,
     )
+
+
+def _frozen(spec: ModelSpec, lora: Lora) -> transformer.Params:
+    """The shapes of a model that is not trained, as it is kept."""
+
+    def kept() -> transformer.Params:
+        layout = transformer.leaves(transformer.weights(spec))
+        whole = transformer.init(spec, jax.random.key(0))
+        return mapped(lambda name, x: freeze(name, layout[name], x, lora), whole)
+
+    return jax.eval_shape(kept)
 
 
 def _cpu_options(mesh: Mesh) -> dict[str, Any]:
