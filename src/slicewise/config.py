@@ -134,6 +134,10 @@ class Parallelism(Part):
     """Slices that share the experts."""
     dcn_tensor_parallelism: Degree = 1
     """Slices that share heads, MLP columns and the vocabulary."""
+    elastic: Literal["off", "accumulate", "batch"] = "off"
+    """A job that lost slices goes on with the others: same batch by gradient accumulation, or smaller batches."""
+    min_slices: PositiveInt = 1
+    """Fewest slices with which an elastic job goes on."""
 
     def degrees(self, network: Literal["ici", "dcn"]) -> dict[str, int]:
         """The degree asked for on each axis over one network, -1 where it fills."""
@@ -188,6 +192,14 @@ class Checkpoint(Part):
     """Newest checkpoints kept."""
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the run's newest complete checkpoint; never refuses to touch an existing run."""
+    local_checkpoint_directory: str = ""
+    """Where each host keeps its own part of the newest states: a disk of its own, or memory such as /dev/shm."""
+    local_checkpoint_every: NonNegativeInt = 0
+    """Steps between local checkpoints; 0 = none."""
+    replica_check_every: NonNegativeInt = 0
+    """Steps between comparisons, bit by bit, of what data-parallel replicas hold; 0 = none."""
+    replay_check_every: NonNegativeInt = 0
+    """Steps between steps that are taken twice, to compare their results; 0 = none."""
 
 
 class Evaluation(Part):

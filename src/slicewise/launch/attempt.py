@@ -31,8 +31,12 @@ class Supervision(Protocol):
 
     def saw(self, worker: int, event: Mapping[str, Any]) -> None: ...
 
-    def orders(self) -> Literal["", "stop", "abandon"]:
-        """ "stop": let it save and end. "abandon": another one goes on elsewhere, so it must end at once."""
+    def orders(self) -> Literal["", "stop", "grow", "abandon"]:
+        """ "stop" and "grow": let it save and end. "abandon": another one goes on elsewhere, so it must end at once."""
+        ...
+
+    def gone(self) -> Sequence[int]:
+        """Workers whose machine is no more: an emulated one goes on until it is killed."""
         ...
 
 
@@ -139,8 +143,12 @@ class Attempt:
             if orders == "abandon" and not self.abandoned:
                 self.abandoned = True
                 self._kill()
-            elif orders == "stop" and not self.asked and not self.cause:
-                self._ask_to_stop(signal.SIGTERM, "the job is cancelled")
+            elif orders in ("stop", "grow") and not self.asked and not self.cause:
+                why = "the job is cancelled" if orders == "stop" else "lost slices are back"
+                self._ask_to_stop(signal.SIGTERM, why)
+            for worker in self.supervision.gone():
+                if self.gang.children[worker].returncode is None:
+                    self.gang.children[worker].process.kill()
 
     def _on_stall(self, child: Child, reason: str) -> None:
         """The stacks go into the logs during the grace that follows a failure."""

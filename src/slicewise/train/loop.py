@@ -15,27 +15,32 @@ from slicewise.checkpoint.manifest import complete_steps
 from slicewise.config import RunConfig
 from slicewise.costs.flops import model_flops
 from slicewise.costs.shapes import model_shape
-from slicewise.data.loader import BatchLoader
 from slicewise.errors import UserError
 from slicewise.parallel import cluster
+from slicewise.parallel.cluster import SliceDevices
 from slicewise.parallel.mesh import build_mesh
-from slicewise.train import choices, runtime
+from slicewise.train import choices, elastic, runtime, tiers
 from slicewise.train.batches import held_out, local_rows, to_global
+from slicewise.train.corruption import Checks
+from slicewise.train.elastic import Fitted
 from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s
 from slicewise.train.progress import Sink, reporter
 from slicewise.train.step import TrainState, TrainStep, build_train_step
+from slicewise.train.turns import Turns
 
 
 def train(config: RunConfig) -> None:
     """Runs ``config`` to its last step on the devices of this job, from the newest checkpoint when resuming."""
     _check(config)
     runtime.start()
-    mesh = build_mesh(config, cluster.found())
-    step = build_train_step(config, mesh)
+    slices = cluster.found()
+    fitted = elastic.fit(config, num_slices=slices.num_slices, devices_per_slice=slices.devices_per_slice)
+    mesh = build_mesh(fitted.config, slices)
+    step = build_train_step(fitted.config, mesh)
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(reporter())
         stack.enter_context(jax.set_mesh(mesh))
-        _Run(config, step, report, stack).run()
+        _Run(fitted, step, slices, report, stack).run()
     runtime.stop()
 
 
@@ -56,12 +61,16 @@ def _check(config: RunConfig) -> None:
 class _Run:
     """One run in one process. ``state`` is donated to each step and replaced by its result."""
 
-    def __init__(self, config: RunConfig, step: TrainStep, report: Sink, stack: contextlib.ExitStack):
-        self.config, self.step, self.report, self.stack = config, step, report, stack
+    def __init__(
+        self, fitted: Fitted, step: TrainStep, slices: SliceDevices, report: Sink, stack: contextlib.ExitStack
+    ):
+        self.config, self.step, self.report, self.stack = fitted.config, step, report, stack
+        self.fitted, self.slices = fitted, slices
         self.is_first = jax.process_index() == 0
         self.rows = local_rows(step)
         self.store: Any = None
         self.start = 0
+        config = self.config
         directory = f"{config.directory}/checkpoints"
         if config.checkpoint.resume == "never":
             self._refuse_existing(directory)
@@ -70,6 +79,10 @@ class _Run:
         # With checkpoint_every = 0 an older checkpoint is resumed all the same; several processes must agree on it.
         if config.checkpoint.checkpoint_every or jax.process_count() > 1 or complete_steps(directory):
             self._open_store(directory)
+        self.tier = tiers.opened(config, slices, report)
+        if self.tier:
+            self.stack.callback(self.tier.close)
+        self.start = tiers.start(self.store, self.tier, report)
 
     def _refuse_existing(self, checkpoints: str) -> None:
         metrics = self.config.local_directory / "metrics.jsonl"
@@ -84,7 +97,6 @@ class _Run:
 
         self.store = CheckpointStore(directory, keep=self.config.checkpoint.checkpoint_keep)
         self.stack.callback(self.store.close)
-        self.start = self.store.latest() or 0
 
     def run(self) -> None:
         steps = self.config.run.steps
@@ -92,7 +104,7 @@ class _Run:
             state = self._train()
         else:
             self._say(f"{self.config.directory} is complete: {self.start} steps are done, steps = {steps}.")
-            state, _ = self._restore()
+            state, *_ = self._restore()
         if self.config.evaluation.eval_batches:
             loss = self._evaluate(state)
             self._say(f"held-out loss {loss:.4f} nats/token, perplexity {math.exp(loss):.2f}")
@@ -103,12 +115,13 @@ class _Run:
     def _train(self) -> TrainState:
         """Steps ``start`` + 1 to the last. Compiling, opening the data and opening the logs go on side by side."""
         config = self.config
-        state, data_state = None, None
+        state, data_state, row = None, None, 0
         if self.start:
             self.report({"event": "phase", "name": "restore"})
-            state, data_state = self._restore()  # before compiling: a checkpoint may be refused
+            state, data_state, row = self._restore()  # before compiling: a checkpoint may be refused
+        checks = Checks(config, self.step.abstract_state, self.step.mesh, self.slices)
         with ThreadPoolExecutor(3) as background:
-            loading = background.submit(self._open_loader, data_state)
+            loading = background.submit(self._open_loader, data_state, row)
             initialising = None if state else background.submit(self._compile_init)
             writing = background.submit(self._open_writer) if self.is_first else None
             self.report({"event": "phase", "name": "compile"})
@@ -130,11 +143,16 @@ class _Run:
             self._profile(number, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 batch = to_global(self.step, self.rows, next(loader))
-                state, metrics = update(state, batch)
-            saves, evaluates = self._saves_at(number), self._evaluates_at(number)
-            meter.finished(number, metrics, read_now=saves or evaluates or number == config.run.steps)
+                saves, locally = self._saves_at(number), bool(self.tier) and self._saves_locally_at(number)
+                state, metrics = checks.step(number, update, state, batch, saves=saves or locally)
+            evaluates = self._evaluates_at(number)
+            meter.finished(
+                number, metrics, read_now=saves or locally or evaluates or number == config.run.steps
+            )
+            if locally:
+                self._save(self.tier, number, state, loader)
             if saves:
-                self._save(number, state, loader)
+                self._save(self.store, number, state, loader)
             if evaluates:
                 loss = self._evaluate(state)
                 self._say(f"step {number}: held-out loss {loss:.4f} nats/token")
@@ -142,7 +160,7 @@ class _Run:
                     writer.write(number, {"held_out_loss": loss})
             if saves or evaluates or number == self.start + 1:
                 self._check_logits(number, state, batch)
-            if saves or evaluates:
+            if saves or locally or evaluates:
                 meter.restart_clock()
         self._profile(config.run.steps + 1, state)
         return state
@@ -182,9 +200,8 @@ class _Run:
             self.config.local_directory, from_step=self.start, tensorboard=metrics.tensorboard
         )
 
-    def _open_loader(self, data_state: np.ndarray | None) -> BatchLoader:
-        state = None if data_state is None else data_state[self.rows]
-        return BatchLoader(self.config, self.rows, state=state, vocab_size=self.step.spec.vocab)
+    def _open_loader(self, data_state: np.ndarray | None, row: int) -> Turns:
+        return Turns(self.fitted, self.rows, data_state, row, vocab_size=self.step.spec.vocab)
 
     def _describe(self) -> str:
         config, mesh = self.config, self.step.mesh
@@ -202,33 +219,41 @@ class _Run:
         every = self.config.checkpoint.checkpoint_every
         return bool(every) and (number % every == 0 or number == self.config.run.steps)
 
+    def _saves_locally_at(self, number: int) -> bool:
+        return number % self.config.checkpoint.local_checkpoint_every == 0 and number < self.config.run.steps
+
     def _evaluates_at(self, number: int) -> bool:
         """During the run; the evaluation at its end is not counted here."""
         evaluation = self.config.evaluation
         is_on = bool(evaluation.eval_every and evaluation.eval_batches)
         return is_on and number % evaluation.eval_every == 0 and number < self.config.run.steps
 
-    def _save(self, number: int, state: TrainState, loader: BatchLoader) -> None:
-        data_state = np.zeros((self.config.data.global_batch_size, 2), np.int64)
-        data_state[self.rows] = loader.state
+    def _save(self, store: Any, number: int, state: TrainState, loader: Turns) -> None:
+        data_state = np.zeros((self.fitted.asked.data.global_batch_size, 2), np.int64)
+        data_state[loader.rows] = loader.state
         if jax.process_count() > 1:  # rows held by several processes have equal states, absent ones are zero
             data_state = multihost_utils.process_allgather(data_state).max(axis=0)
         metadata = {
-            "config": self.config.model_dump(),
+            "config": self.fitted.asked.model_dump(),
             "slicewise": slicewise.__version__,
             "compiler_options": self.step.compiler_options,
+            "row": loader.row,
         }
-        self.store.save(number, state, data_state=data_state, metadata=metadata)
+        store.save(number, state, data_state=data_state, metadata=metadata)
 
-    def _restore(self) -> tuple[TrainState, np.ndarray]:
-        restored = self.store.restore(self.start, self.step.abstract_state)
-        saved, rows = len(restored.data_state), self.config.data.global_batch_size
+    def _restore(self) -> tuple[TrainState, np.ndarray, int]:
+        """The state, the state of the data [rows, 2], and the row next in turn."""
+        if self.tier and self.tier.has_picked:
+            restored = self.tier.restore(self.step.abstract_state)
+        else:
+            restored = self.store.restore(self.start, self.step.abstract_state)
+        saved, rows = len(restored.data_state), self.fitted.asked.data.global_batch_size
         if saved != rows:
             raise UserError(
                 f"checkpoint {self.config.directory}/checkpoints/{self.start} was made with global_batch_size ="
                 f" {saved}, the config says {rows}; keep it, or start another run_name."
             )
-        return restored.state, restored.data_state
+        return restored.state, restored.data_state, restored.metadata.get("row", 0)
 
     def _evaluate(self, state: TrainState) -> float:
         """Mean held-out loss in nats a token."""

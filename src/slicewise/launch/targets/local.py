@@ -5,6 +5,7 @@ Every process runs the same command; how it finds its peers comes from the envir
 
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,13 +15,14 @@ from pathlib import Path
 from rich.console import Console
 
 from slicewise.errors import ExitCode, UserError
+from slicewise.launch import elastic
 from slicewise.launch.attempt import FAILURE_GRACE_S, STOP_GRACE_S, Attempt, Supervision
 from slicewise.launch.job_folder import Claim, Ending, JobFolder, JobSpec
 from slicewise.launch.policy import Fault, fault_of
 from slicewise.launch.processes import Command, Gang
-from slicewise.launch.supervisor import Supervised
 from slicewise.launch.watchdog import Watchdog
 from slicewise.launch.worker_files import WorkerFiles
+from slicewise.train.elastic import ALL_SLICES
 from slicewise.train.progress import ProgressDisplay
 
 MAX_PROCESSES = 64
@@ -144,13 +146,20 @@ def run_local(
 
 def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -> Ending | None:
     """One attempt of a job, as an emulated cluster under the eyes of a supervisor. None: another took over."""
-    shape = ClusterShape(spec.slices, spec.hosts_per_slice, spec.cpu_devices)
-    supervision = Supervised(job, claim)
+    slices = elastic.wait_for_slices(job, spec, claim, lambda text: console.print(text, markup=False))
+    if slices is None:
+        return _ended_waiting(job, claim)
+    shape = ClusterShape(len(slices), spec.hosts_per_slice, spec.cpu_devices)
+    supervision = elastic.Watched(job, spec, claim, slices)
+    places = [
+        spec.place(n * spec.hosts_per_slice + host) for n in slices for host in range(spec.hosts_per_slice)
+    ]
     with WorkerFiles(job, spec, claim.attempt) as files:
-        logs = [files.log(spec.place(process_id)) for process_id in range(shape.processes)]
+        logs = [files.log(place) for place in places]
         base = {**os.environ, **spec.environment, "SLICEWISE_ATTEMPT": str(claim.attempt)}
         base |= files.python_path(base.get("PYTHONPATH", ""))
-        commands = _commands(files.command, shape, base, logs, files.directory)
+        base |= {ALL_SLICES: str(spec.slices)}
+        commands = _commands(files.command, shape, base, logs, files.directory, slices)
         attempt = _run(
             commands,
             console,
@@ -162,10 +171,27 @@ def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -
     if attempt.abandoned:
         return None
     code = attempt.exit_code()
+    if supervision.lost and code != ExitCode.DONE:
+        why = f"{elastic.several(supervision.lost)} lost"
+        return Ending(Fault.PREEMPTION, ExitCode.PREEMPTED, why, claim.attempt, claim.submission)
     stopped = attempt.asked is not None and code != ExitCode.DONE
+    if stopped and supervision.grows and not attempt.signals:
+        return Ending(
+            Fault.RESTART, ExitCode.RESTART, "lost slices are back", claim.attempt, claim.submission
+        )
     fault = Fault.CANCELLED if stopped else fault_of(code)
     why = f"asked to stop by {attempt.asked.name}" if attempt.asked and stopped else attempt.why()
     return Ending(fault, code, why, claim.attempt, claim.submission)
+
+
+def _ended_waiting(job: JobFolder, claim: Claim) -> Ending | None:
+    """No attempt was made: the job is cancelled, or another supervisor has it."""
+    if not job.is_current(claim):
+        return None
+    code = 128 + signal.SIGTERM
+    return Ending(
+        Fault.CANCELLED, code, "cancelled while it waited for slices", claim.attempt, claim.submission
+    )
 
 
 def _run(
@@ -192,12 +218,16 @@ def _commands(
     base: Mapping[str, str],
     logs: Sequence[Path | None],
     directory: Path | None = None,
+    slices: Sequence[int] | None = None,
 ) -> list[Command]:
+    """``slices``: what the slices of the shape are called; by default their number in it."""
     port = _free_port()
     commands = []
     for process_id, log_path in enumerate(logs):
         slice_id, host = shape.place(process_id)
+        slice_id = slices[slice_id] if slices else slice_id
         environment = child_environment(base, shape, process_id, port)
+        environment["SLICEWISE_PLACE"] = f"s{slice_id}h{host}"
         name, prefix = f"slice {slice_id} host {host}", f"s{slice_id}h{host} | "
         arguments = [sys.executable, *command]
         commands.append(Command(name, prefix, arguments, environment, log_path, directory))
