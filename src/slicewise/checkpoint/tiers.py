@@ -8,6 +8,7 @@ from those that have it, over the devices' network. Every block has a checksum, 
 
 import hashlib
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -109,6 +110,11 @@ class LocalTier:
                 f"warning: no local checkpoint on process {jax.process_index()}: {error.strerror} ({where})."
             )
 
+    def clear(self) -> None:
+        """Removes all steps: those of a finished run are of no use."""
+        self.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     def close(self) -> None:
         self.wait()
         self._background.shutdown()
@@ -192,7 +198,8 @@ def _number(index: tuple[slice, ...], stored: Stored) -> int:
 def _holders(sharding: jax.sharding.Sharding, stored: Stored) -> dict[int, set[int]]:
     """Block -> processes that hold it."""
     holders: dict[int, set[int]] = {}
-    for device, index in sharding.devices_indices_map(stored.shape).items():
+    devices: Mapping[Any, tuple] = sharding.devices_indices_map(stored.shape)
+    for device, index in devices.items():
         holders.setdefault(_number(index, stored), set()).add(device.process_index)
     return holders
 

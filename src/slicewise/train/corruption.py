@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, PartitionSpec, Sharding, SingleDeviceSharding
 
 from slicewise.checkpoint.digest import array_digest
 from slicewise.checkpoint.store import flatten
-from slicewise.config import RunConfig
 from slicewise.errors import ExitCode, UserError
 from slicewise.parallel.cluster import SliceDevices
+from slicewise.train.elastic import Fitted
 
 SHOWN = 4  # arrays and devices that a message names
 
@@ -104,13 +104,16 @@ def _digests(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
 class Checks:
     """The checks that a run asks for, around its steps. Every process makes the same calls."""
 
-    def __init__(self, config: RunConfig, abstract_state: Any, mesh: Mesh, slices: SliceDevices):
-        self._every = config.checkpoint.replica_check_every
-        self._replay_every = config.checkpoint.replay_check_every
+    def __init__(self, fitted: Fitted, abstract_state: Any, mesh: Mesh, slices: SliceDevices):
+        self._every = fitted.asked.checkpoint.replica_check_every
+        self._replay_every = fitted.asked.checkpoint.replay_check_every
         self._slice_of = {device: n for n, group in enumerate(slices.array) for device in group}
         self._copies = Checksums(abstract_state, mesh) if self._every else None
         self._whole = Checksums(abstract_state, mesh, whole=True) if self._replay_every else None
         if self._copies and not self._copies.groups:
+            if fitted.is_shrunk:  # to a single replica, until slices are back
+                self._copies = None
+                return
             raise UserError(
                 f"replica_check_every = {self._every} compares replicas, and this layout has none;"
                 " set it to 0, or use data parallelism."
@@ -182,7 +185,7 @@ class Checks:
 @dataclass(frozen=True)
 class _Copy:
     shape: tuple[int, ...]
-    sharding: NamedSharding
+    sharding: Sharding
     shards: tuple[tuple[jax.Device, np.ndarray], ...]
 
 

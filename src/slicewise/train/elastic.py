@@ -21,6 +21,7 @@ class Fitted:
 
     asked: RunConfig
     config: RunConfig
+    is_shrunk: bool = False
 
     @property
     def turns(self) -> int:
@@ -56,7 +57,7 @@ def fit(
         least = min(most, -(-steps * all_slices // num_slices))  # no more of them at once than on all slices
         parts = next(n for n in range(least, most + 1) if most % n == 0)
         overrides.append(f"gradient_accumulation_steps={parts}")
-    return Fitted(config, with_overrides(config, overrides))
+    return Fitted(config, with_overrides(config, overrides), is_shrunk=True)
 
 
 def _shrunk(dcn: dict[str, int], num_slices: int, all_slices: int) -> dict[str, int]:

@@ -110,6 +110,8 @@ class _Run:
             self._say(f"held-out loss {loss:.4f} nats/token, perplexity {math.exp(loss):.2f}")
         if self.config.checkpoint.checkpoint_every:
             self.store.wait()
+            if self.tier:
+                self.tier.clear()
             self._say(f"checkpoint {self.config.directory}/checkpoints/{max(steps, self.start)}")
 
     def _train(self) -> TrainState:
@@ -119,7 +121,7 @@ class _Run:
         if self.start:
             self.report({"event": "phase", "name": "restore"})
             state, data_state, row = self._restore()  # before compiling: a checkpoint may be refused
-        checks = Checks(config, self.step.abstract_state, self.step.mesh, self.slices)
+        checks = Checks(self.fitted, self.step.abstract_state, self.step.mesh, self.slices)
         with ThreadPoolExecutor(3) as background:
             loading = background.submit(self._open_loader, data_state, row)
             initialising = None if state else background.submit(self._compile_init)

@@ -32,7 +32,7 @@ def opened(config: RunConfig, slices: SliceDevices, report: Sink) -> LocalTier |
         )
     if not directory:
         return None
-    place = os.environ.get("SLICEWISE_PLACE", "host")
+    place = os.environ.get("SLICEWISE_PLACE", f"process-{jax.process_index()}")
     return LocalTier(
         host_directory(directory, config.directory, place),
         gathered(_identity(config))[0],  # of process 0

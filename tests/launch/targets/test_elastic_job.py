@@ -38,6 +38,7 @@ elastic = "accumulate"
 checkpoint_every = 1000
 local_checkpoint_directory = "{{folder}}/disks"
 local_checkpoint_every = 2
+replica_check_every = 5
 [evaluation]
 eval_batches = 0
 [metrics]
@@ -167,6 +168,7 @@ def undisturbed(job):
             "local_checkpoint_every=0",
             "local_checkpoint_directory=",
             "checkpoint_every=0",
+            "replica_check_every=0",
         )
         train(load_config(str(job.folder / "alone.toml"), keys).config)
     lines = (job.folder / "alone" / "metrics.jsonl").read_text().splitlines()
