@@ -71,6 +71,7 @@ def test_local_checkpoints_come_before_older_shared_ones_and_go_when_the_run_is_
     shrinking, plain, trainer, capfd
 ):
     local = (f"local_checkpoint_directory={trainer.folder}/disk", "local_checkpoint_every=2")
+    local += ("optimizer_state_memory=host",)
     shrinking(2, *local, until=5)
     assert trainer.checkpoints() == [3]
     assert sorted(p.parent.name for p in trainer.folder.glob("disk/run-*/process-0/*/index.json")) == [

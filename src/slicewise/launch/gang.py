@@ -375,11 +375,11 @@ class Leader(Agent):
             self.cancelled = True
         if self.cancelled or own_asked or any(r.kind == "asked" for r in reports):
             self._end_all(claim, self.spec.watch.stop_grace_s, signalled=True)
-        elif _lost(reports, go) or any(
-            end.code != ExitCode.DONE for end in self._ended(claim, go, reports).values()
-        ):
+            return
+        ended = self._ended(claim, go, reports)
+        if _lost(reports, go) or any(end.code != ExitCode.DONE for end in ended.values()):
             self._end_all(claim, self.spec.watch.failure_grace_s)
-        elif self._may_grow(reports, go):
+        elif not ended and self._may_grow(reports, go):
             self.grows = True
             self._end_all(claim, self.spec.watch.stop_grace_s, signalled=True)
 

@@ -50,6 +50,7 @@ def fit(
             f" {all_slices} slices; choose one that is, or min_slices = {all_slices}."
         )
     overrides = [f"dcn_{axis}_parallelism={degree}" for axis, degree in dcn.items()]
+    overrides.append("executable=")  # which is of the whole layout
     if config.parallelism.elastic == "batch":
         overrides.append(f"global_batch_size={_smaller_batch(rows, shards * steps, num_slices, all_slices)}")
     else:

@@ -47,7 +47,7 @@ def _identity(config: RunConfig) -> str:
     if jax.process_index():
         return ""
     path = epath.Path(config.directory) / IDENTITY
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ImportError):  # which listing its checkpoints will report
         if config.checkpoint.resume == "auto" and path.exists():
             return path.read_text().strip()
         path.parent.mkdir(parents=True, exist_ok=True)

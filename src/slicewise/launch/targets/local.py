@@ -171,7 +171,7 @@ def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -
     if attempt.abandoned:
         return None
     code = attempt.exit_code()
-    if supervision.lost and code != ExitCode.DONE:
+    if supervision.lost and code not in (ExitCode.DONE, ExitCode.USER):
         why = f"{elastic.several(supervision.lost)} lost"
         return Ending(Fault.PREEMPTION, ExitCode.PREEMPTED, why, claim.attempt, claim.submission)
     stopped = attempt.asked is not None and code != ExitCode.DONE
