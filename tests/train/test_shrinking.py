@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 from slicewise.checkpoint.manifest import read_manifest
+from slicewise.config import load_config
 from slicewise.errors import UserError
 from slicewise.parallel import cluster
 from slicewise.parallel.cluster import SliceDevices
+from slicewise.train import tiers
 from slicewise.train.elastic import ALL_SLICES
 from slicewise.train.metrics import MetricWriter
 
@@ -40,18 +42,24 @@ def shrinking(trainer, monkeypatch):
     return train
 
 
-@pytest.fixture
-def plain(shrinking, trainer):
-    """The losses of a run that nothing happened to."""
-    losses = shrinking(2)
+def test_fewer_slices_take_the_same_batch_in_more_parts_from_where_the_local_checkpoint_is(
+    shrinking, trainer, capfd
+):
+    plain = shrinking(2)
     (trainer.folder / "run").rename(trainer.folder / "plain")
-    return losses
-
-
-def test_the_same_batch_in_more_parts_gives_the_same_losses(shrinking, plain):
-    shrinking(2, "replica_check_every=1", until=4)
-    shrinking(1, "replica_check_every=1", until=7)  # of a single replica
-    np.testing.assert_allclose(shrinking(2, "replica_check_every=1"), plain, rtol=1e-5)
+    keys = (f"local_checkpoint_directory={trainer.folder}/disk", "local_checkpoint_every=2")
+    keys += ("optimizer_state_memory=host", "replica_check_every=1")
+    shrinking(2, *keys, until=5)
+    assert trainer.checkpoints() == [3]
+    assert sorted(p.parent.name for p in trainer.folder.glob("disk/run-*/process-0/*/index.json")) == [
+        "2",
+        "4",
+    ]
+    shrinking(1, *keys, until=7)  # of a single replica
+    np.testing.assert_allclose(shrinking(2, *keys), plain, rtol=1e-5)
+    said = capfd.readouterr().out
+    assert [step for step in (3, 4, 5, 6) if f"resumes after step {step}" in said] == [4, 6]
+    assert not list(trainer.folder.glob("disk/run-*/process-0")), "they are of no use when the run is done"
 
 
 def test_smaller_batches_take_the_rows_in_turn_and_the_next_batch_goes_on_behind_them(shrinking, trainer):
@@ -67,30 +75,14 @@ def test_smaller_batches_take_the_rows_in_turn_and_the_next_batch_goes_on_behind
     assert (grown.metadata["row"], grown.data_state[:, 0].tolist()) == (2, [4, 4, 3, 3])
 
 
-def test_local_checkpoints_come_before_older_shared_ones_and_go_when_the_run_is_done(
-    shrinking, plain, trainer, capfd
-):
-    local = (f"local_checkpoint_directory={trainer.folder}/disk", "local_checkpoint_every=2")
-    local += ("optimizer_state_memory=host",)
-    shrinking(2, *local, until=5)
-    assert trainer.checkpoints() == [3]
-    assert sorted(p.parent.name for p in trainer.folder.glob("disk/run-*/process-0/*/index.json")) == [
-        "2",
-        "4",
-    ]
-    np.testing.assert_allclose(shrinking(1, *local), plain, rtol=1e-5)
-    assert "resumes after step 4" in capfd.readouterr().out
-    assert not list(trainer.folder.glob("disk/run-*/process-0"))
-
-
-def test_local_checkpoints_of_a_run_that_was_deleted_are_not_those_of_its_successor(
-    shrinking, trainer, capfd
-):
-    local = (f"local_checkpoint_directory={trainer.folder}/disk", "local_checkpoint_every=2")
-    shrinking(2, *local, until=3)
-    (trainer.folder / "run").rename(trainer.folder / "deleted")
-    shrinking(2, *local, until=1)
-    assert "resumes" not in capfd.readouterr().out
+def test_a_run_that_was_deleted_and_begun_anew_is_another_run(trainer):
+    config = lambda *keys: load_config(None, trainer.overrides(*keys)).config  # noqa: E731
+    first = tiers._identity(config())
+    assert first == tiers._identity(config())
+    assert first != tiers._identity(config("resume=never"))
+    (trainer.folder / "run" / "run.id").unlink()
+    assert tiers._identity(config()) not in ("", first)
+    assert tiers._identity(config("output_directory=/dev/null")) == ""
 
 
 @pytest.mark.parametrize("key", ["local_checkpoint_every=2", "local_checkpoint_directory=/dev/shm"])
