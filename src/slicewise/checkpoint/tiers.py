@@ -110,6 +110,12 @@ class LocalTier:
                 f"warning: no local checkpoint on process {jax.process_index()}: {error.strerror} ({where})."
             )
 
+    def drop_after(self, step: int) -> None:
+        """Removes newer steps: a run that went back to ``step`` takes another way from there."""
+        self.wait()
+        for newer in [n for n in local.found(self.directory) if n > step]:
+            shutil.rmtree(self.directory / str(newer), ignore_errors=True)
+
     def clear(self) -> None:
         """Removes all steps: those of a finished run are of no use."""
         self.wait()
@@ -169,7 +175,7 @@ class LocalTier:
                 )
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[path] for path in wanted])
         data_state = np.array(index.data_state, np.int64).reshape(-1, 2)
-        return Restored(state, data_state, index.metadata)
+        return Restored(index.step, state, data_state, index.metadata)
 
 
 def _first(documents: Sequence[dict[str, Any] | None]) -> Index:

@@ -120,9 +120,9 @@ class Checks:
             )
 
     def step(
-        self, number: int, update: Callable, state: Any, batch: Mapping[str, jax.Array], *, saves: bool
+        self, number: int, update: Callable, state: Any, batch: Mapping[str, jax.Array]
     ) -> tuple[Any, dict]:
-        """``update(state, batch)``, checked where it is time, and always before its result is saved.
+        """``update(state, batch)``, checked where it is time.
 
         Raises UserError with ExitCode.CORRUPTION, which names devices.
         """
@@ -130,9 +130,14 @@ class Checks:
             state, metrics = self._twice(number, update, state, batch)
         else:
             state, metrics = update(state, batch)
-        if self._copies and (saves or number % self._every == 0):
+        if self._copies and number % self._every == 0:
             self._compare(number, state)
         return state, metrics
+
+    def before_save(self, number: int, state: Any) -> None:
+        """As after ``step``, where it was not time: no checkpoint is to hold what replicas disagree on."""
+        if self._copies and number % self._every:
+            self._compare(number, state)
 
     def _compare(self, number: int, state: Any) -> None:
         assert self._copies

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -56,7 +57,7 @@ def _identity(config: RunConfig) -> str:
     return ""
 
 
-def start(store: "CheckpointStore | None", tier: LocalTier | None, report: Sink) -> int:
+def start(store: "CheckpointStore | None", tier: LocalTier | None, say: Callable[[str], None]) -> int:
     """The newest step of either; 0 when there is none. The same on every process.
 
     Raises UserError when the shared storage cannot be reached and the local tier has nothing either.
@@ -68,8 +69,8 @@ def start(store: "CheckpointStore | None", tier: LocalTier | None, report: Sink)
     picked = tier.pick(shared)
     if problem and picked is None:
         raise UserError(problem, code=ExitCode.INTERNAL)
-    if problem and jax.process_index() == 0:
-        report({"event": "text", "text": f"warning: {problem} The local checkpoint of step {picked} serves."})
+    if problem:
+        say(f"warning: {problem} The local checkpoint of step {picked} serves.")
     return shared if picked is None else picked
 
 

@@ -44,6 +44,10 @@ class Turns:
             self._loaders.append((loader, np.searchsorted(ascending, rows)))
             self.rows += ascending
 
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        return self._loaders[0][0].fingerprint
+
     def __next__(self) -> Batch:
         loader, order = self._loaders[self._turn]
         self._turn = (self._turn + 1) % len(self._loaders)
