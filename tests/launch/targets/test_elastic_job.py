@@ -52,7 +52,7 @@ read = Turns.__next__
 Turns.__next__ = lambda turns: time.sleep(0.15) or read(turns)
 from slicewise.cli import main
 sys.argv[1:] = ["train", sys.argv[1]]
-main()
+sys.exit(main())
 """
 
 
@@ -94,8 +94,7 @@ class Job:
         return self.job.log(attempt, place).decode()
 
     def local_steps(self, place):
-        (disks,) = (self.folder / "disks").glob("run-*")
-        return [int(path.parent.name) for path in (disks / place).glob("*/index.json")]
+        return [int(path.parent.name) for path in self.folder.glob(f"disks/run-*/{place}/*/index.json")]
 
     def wipe(self, place):
         (disks,) = (self.folder / "disks").glob("run-*")
@@ -122,7 +121,7 @@ def test_a_job_shrinks_restores_from_its_hosts_and_grows_and_trains_as_if_nothin
     supervisor = threading.Thread(target=job.supervise)
     supervisor.start()
     try:
-        job.eventually(lambda: (job.folder / "disks").exists() and job.local_steps("s1h0"))
+        job.eventually(lambda: job.local_steps("s0h0") and job.local_steps("s1h0"))
         (job.run / "checkpoints").symlink_to("checkpoints")  # not even root can follow it
         elastic.set_absent(job.job, job.spec, [1])
         job.eventually(
