@@ -74,7 +74,8 @@ def _train_locally(arguments: argparse.Namespace, config: "RunConfig") -> int:
     _degrees(config, shape)  # a mismatch is refused before anything starts
     command = ["-m", "slicewise", "train", *filter(None, [arguments.config]), *arguments.overrides]
     command += ["--debug"] if arguments.debug else []
-    return run_local(command, shape, log_directory=config.local_directory / "logs", console=Console())
+    here = config.local_directory
+    return run_local(command, shape, log_directory=here / "logs", console=Console(), run_directory=here)
 
 
 def _degrees(config: "RunConfig", shape: "ClusterShape") -> "AxisDegrees":

@@ -6,7 +6,7 @@ The first failure in time is the cause; what ends after it is a consequence, not
 import re
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -91,6 +91,7 @@ class Attempt:
     stop_grace_s: float
     watchdog: Watchdog | None = None
     supervision: Supervision | None = None
+    on_failure: Callable[[], None] | None = None  # hears of the first
     failures: dict[int, _Failure] = field(default_factory=dict)  # by process id, in order of time
     asked: signal.Signals | None = None  # to stop, before anything had failed
     signals: int = 0
@@ -202,6 +203,8 @@ class Attempt:
             elif failure.message != self.cause.message:
                 self.display.print(f"{failure.child.name} (a consequence): {failure.message}")
             return
+        if self.on_failure:
+            self.on_failure()
         self._allow(PREEMPTED_GRACE_S if failure.code == ExitCode.PREEMPTED else self.failure_grace_s)
 
     def _allow(self, grace_s: float) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slicewise.errors import UserError
+from slicewise.errors import ExitCode, UserError
 from slicewise.launch.environment import STALE, place_environment
 from slicewise.launch.job_folder import Claim, JobFolder, JobSpec
 from slicewise.launch.leader import Ended
@@ -17,6 +17,7 @@ from slicewise.launch.targets.local import THREADS_PER_DEVICE, xla_flags
 from slicewise.launch.trainer import Trainer
 from slicewise.launch.worker_files import WorkerFiles
 from slicewise.launch.workers import Worker
+from slicewise.train.goodput_log import LaunchLog
 
 POLL_S = 0.5  # how often an agent looks into a folder on disk
 BUCKET_POLL_S = 2.0  # and in a bucket
@@ -72,7 +73,13 @@ def run_trainer(
     """Runs the trainer of one attempt to its end, calling ``look`` at every interval. Raises what ``look`` raises."""
     name, supervised = name_of(spec, place), Supervised(job, claim)
     leads = name == spec.place(0)
-    environment = {**environment, **spec.environment, "SLICEWISE_ATTEMPT": str(claim.attempt)}
+    log = LaunchLog(job.run_directory if leads else None)
+    environment = {
+        **job.environment,
+        **environment,
+        **spec.environment,
+        "SLICEWISE_ATTEMPT": str(claim.attempt),
+    }
     if spec.cpu_devices:
         environment |= {
             "JAX_PLATFORMS": "cpu",
@@ -86,6 +93,7 @@ def run_trainer(
     try:
         with WorkerFiles(job, spec, claim.attempt) as files:
             environment |= files.python_path(environment.get("PYTHONPATH", ""))
+            environment |= log.begin()
             with Trainer(files, name, environment, spec.watch, saw, say) as trainer:
                 while trainer.code is None:
                     trainer.poll(poll_interval_s(job))
@@ -95,4 +103,5 @@ def run_trainer(
     except UserError as error:  # before the trainer began
         say(f"slicewise: {error}")
         return Ended(error.code, time.time(), str(error))
+    log.stamp("done" if trainer.code == ExitCode.DONE else "wait")
     return Ended(trainer.code, trainer.ended, trainer.message, trainer.asked is not None)

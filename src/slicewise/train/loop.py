@@ -21,6 +21,7 @@ from slicewise.parallel import cluster
 from slicewise.parallel.mesh import build_mesh
 from slicewise.train import choices, runtime
 from slicewise.train.batches import held_out, local_rows, to_global
+from slicewise.train.goodput_log import Ledger, now_us
 from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s
 from slicewise.train.progress import Sink, reporter
 from slicewise.train.step import TrainState, TrainStep, build_train_step
@@ -29,14 +30,17 @@ from slicewise.train.step import TrainState, TrainStep, build_train_step
 def train(config: RunConfig) -> None:
     """Runs ``config`` to its last step on the devices of this job, from the newest checkpoint when resuming."""
     _check(config)
-    runtime.start()
-    mesh = build_mesh(config, cluster.found())
-    step = build_train_step(config, mesh)
-    with contextlib.ExitStack() as stack:
-        report = stack.enter_context(reporter())
-        stack.enter_context(jax.set_mesh(mesh))
-        _Run(config, step, report, stack).run()
-    runtime.stop()
+    with Ledger(config.local_directory) as ledger:
+        ledger.now("join")
+        runtime.start()
+        ledger.joined(jax.process_index() == 0)
+        mesh = build_mesh(config, cluster.found())
+        step = build_train_step(config, mesh)
+        with contextlib.ExitStack() as stack:
+            report = stack.enter_context(reporter())
+            stack.enter_context(jax.set_mesh(mesh))
+            _Run(config, step, report, stack, ledger).run()
+        runtime.stop()
 
 
 def _check(config: RunConfig) -> None:
@@ -56,9 +60,12 @@ def _check(config: RunConfig) -> None:
 class _Run:
     """One run in one process. ``state`` is donated to each step and replaced by its result."""
 
-    def __init__(self, config: RunConfig, step: TrainStep, report: Sink, stack: contextlib.ExitStack):
-        self.config, self.step, self.report, self.stack = config, step, report, stack
+    def __init__(
+        self, config: RunConfig, step: TrainStep, report: Sink, stack: contextlib.ExitStack, ledger: Ledger
+    ):
+        self.config, self.step, self.report, self.stack, self.ledger = config, step, report, stack, ledger
         self.is_first = jax.process_index() == 0
+        ledger.warn = self._say
         self.rows = local_rows(step)
         self.store: Any = None
         self.start = 0
@@ -92,10 +99,12 @@ class _Run:
             state = self._train()
         else:
             self._say(f"{self.config.directory} is complete: {self.start} steps are done, steps = {steps}.")
+            self.ledger.now("restore")
             state, _ = self._restore()
         if self.config.evaluation.eval_batches:
             loss = self._evaluate(state)
             self._say(f"held-out loss {loss:.4f} nats/token, perplexity {math.exp(loss):.2f}")
+        self.ledger.now("finish")
         if self.config.checkpoint.checkpoint_every:
             self.store.wait()
             self._say(f"checkpoint {self.config.directory}/checkpoints/{max(steps, self.start)}")
@@ -106,16 +115,19 @@ class _Run:
         state, data_state = None, None
         if self.start:
             self.report({"event": "phase", "name": "restore"})
+            self.ledger.now("restore")
             state, data_state = self._restore()  # before compiling: a checkpoint may be refused
         with ThreadPoolExecutor(3) as background:
             loading = background.submit(self._open_loader, data_state)
             initialising = None if state else background.submit(self._compile_init)
             writing = background.submit(self._open_writer) if self.is_first else None
             self.report({"event": "phase", "name": "compile"})
+            self.ledger.now("compile")
             update = self._compile_update()
             loader = loading.result()
             self.stack.callback(loader.close)
             cluster.wait_for_all("compiled")
+            self.ledger.now("prepare")
             if initialising:
                 state = initialising.result()()
             writer = writing.result() if writing else None
@@ -126,14 +138,19 @@ class _Run:
         self._say(self._describe())
         for note in choices.notes(config, self.step.spec, self.step.mesh):
             self._say(note)
+        self.ledger.now("step", from_step=self.start)
         for number in range(self.start + 1, config.run.steps + 1):
             self._profile(number, state)
+            self.ledger.begins(number)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
-                batch = to_global(self.step, self.rows, next(loader))
+                batch = to_global(self.step, self.rows, self._next(loader, meter))
                 state, metrics = update(state, batch)
             saves, evaluates = self._saves_at(number), self._evaluates_at(number)
-            meter.finished(number, metrics, read_now=saves or evaluates or number == config.run.steps)
+            is_edge = number in (self.start + 1, config.run.steps)
+            meter.finished(number, metrics, read_now=saves or evaluates or is_edge)
+            self.ledger.stepped(number, at_once=is_edge)
             if saves:
+                self.ledger.now("save")
                 self._save(number, state, loader)
             if evaluates:
                 loss = self._evaluate(state)
@@ -144,8 +161,17 @@ class _Run:
                 self._check_logits(number, state, batch)
             if saves or evaluates:
                 meter.restart_clock()
+                self.ledger.now("step")
         self._profile(config.run.steps + 1, state)
         return state
+
+    def _next(self, loader: BatchLoader, meter: "_Meter") -> Any:
+        """The rows of the next step. Waiting for them is accounted for only when the devices had nothing to do."""
+        since_us = now_us()
+        rows = next(loader)
+        if not meter.is_busy():
+            self.ledger.waited(since_us)
+        return rows
 
     def _check_logits(self, number: int, state: TrainState, batch: dict) -> None:
         """Warns when the estimate that attention relies on is too low for the batch of this step."""
@@ -233,6 +259,7 @@ class _Run:
     def _evaluate(self, state: TrainState) -> float:
         """Mean held-out loss in nats a token."""
         self.report({"event": "phase", "name": "evaluate"})
+        self.ledger.now("evaluate")
         return mean_loss(self.config, self.step, state.params)
 
     def _profile(self, number: int, state: TrainState) -> None:
@@ -291,6 +318,10 @@ class _Meter:
             self.last_s = now_s
         if read_now and self.writer:
             self.writer.flush()
+
+    def is_busy(self) -> bool:
+        """Whether the devices still work on the last step that was begun."""
+        return bool(self.pending) and not self.pending[-1][1]["loss"].is_ready()
 
     def restart_clock(self) -> None:
         """After a save or an evaluation, whose time is not the next step's."""

@@ -21,6 +21,7 @@ from slicewise.launch.processes import Command, Gang
 from slicewise.launch.supervisor import Supervised
 from slicewise.launch.watchdog import Watchdog
 from slicewise.launch.worker_files import WorkerFiles
+from slicewise.train.goodput_log import LaunchLog
 from slicewise.train.progress import ProgressDisplay
 
 MAX_PROCESSES = 64
@@ -113,6 +114,7 @@ def run_local(
     *,
     log_directory: Path | None,
     console: Console,
+    run_directory: Path | None = None,
     failure_grace_s: float = FAILURE_GRACE_S,
     stop_grace_s: float = STOP_GRACE_S,
 ) -> int:
@@ -123,7 +125,8 @@ def run_local(
     the code is then PREEMPTED if all ended by themselves and one said so, DONE if all had finished, else
     128 + the signal: the state was not saved. When this process dies, even by SIGKILL, so do all of them.
 
-    ``log_directory`` gets slice0-host1.log and so on, with the raw output of each process.
+    ``log_directory`` gets slice0-host1.log and so on, with the raw output of each process; ``run_directory``
+    the times of starts and ends.
     Raises UserError when the processes or their logs cannot be started.
     """
     if log_directory is not None:
@@ -137,23 +140,28 @@ def run_local(
         log_directory / f"slice{slice_id}-host{host}.log" if log_directory else None
         for slice_id, host in map(shape.place, range(shape.processes))
     ]
-    commands = _commands(command, shape, os.environ, logs)
-    attempt = _run(commands, console, failure_grace_s=failure_grace_s, stop_grace_s=stop_grace_s)
-    return attempt.exit_code()
+    log = LaunchLog(run_directory)
+    commands = _commands(command, shape, {**os.environ, **log.begin()}, logs)
+    attempt = _run(commands, console, log, failure_grace_s=failure_grace_s, stop_grace_s=stop_grace_s)
+    code = attempt.exit_code()
+    log.stamp("done" if code == ExitCode.DONE else "wait")
+    return code
 
 
 def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -> Ending | None:
     """One attempt of a job, as an emulated cluster under the eyes of a supervisor. None: another took over."""
     shape = ClusterShape(spec.slices, spec.hosts_per_slice, spec.cpu_devices)
-    supervision = Supervised(job, claim)
+    supervision, log = Supervised(job, claim), LaunchLog(job.run_directory)
     with WorkerFiles(job, spec, claim.attempt) as files:
         logs = [files.log(spec.place(process_id)) for process_id in range(shape.processes)]
-        base = {**os.environ, **spec.environment, "SLICEWISE_ATTEMPT": str(claim.attempt)}
+        base = {**job.environment, **os.environ, **spec.environment, "SLICEWISE_ATTEMPT": str(claim.attempt)}
+        base |= log.begin()
         base |= files.python_path(base.get("PYTHONPATH", ""))
         commands = _commands(files.command, shape, base, logs, files.directory)
         attempt = _run(
             commands,
             console,
+            log,
             failure_grace_s=spec.watch.failure_grace_s,
             stop_grace_s=spec.watch.stop_grace_s,
             watchdog=Watchdog(spec.watch, shape.processes),
@@ -162,6 +170,7 @@ def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -
     if attempt.abandoned:
         return None
     code = attempt.exit_code()
+    log.stamp("done" if code == ExitCode.DONE else "delay")
     stopped = attempt.asked is not None and code != ExitCode.DONE
     fault = Fault.CANCELLED if stopped else fault_of(code)
     why = f"asked to stop by {attempt.asked.name}" if attempt.asked and stopped else attempt.why()
@@ -171,6 +180,7 @@ def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -
 def _run(
     commands: Sequence[Command],
     console: Console,
+    log: LaunchLog,
     *,
     failure_grace_s: float,
     stop_grace_s: float,
@@ -180,7 +190,15 @@ def _run(
     with Gang() as gang:
         gang.start(commands)
         with ProgressDisplay(console) as display:
-            attempt = Attempt(gang, display, failure_grace_s, stop_grace_s, watchdog, supervision)
+            attempt = Attempt(
+                gang,
+                display,
+                failure_grace_s,
+                stop_grace_s,
+                watchdog,
+                supervision,
+                on_failure=lambda: log.stamp("stop"),
+            )
             attempt.watch()
     attempt.print_cause()
     return attempt
