@@ -190,6 +190,11 @@ class Checkpoint(Part):
     """auto continues from the run's newest complete checkpoint; never refuses to touch an existing run."""
 
 
+class Faults(Part):
+    stop_grace_s: PositiveFloat = 60.0
+    """Seconds from a request to stop, or the notice of a preemption, in which the state is saved."""
+
+
 class Evaluation(Part):
     eval_every: NonNegativeInt = 0
     """Steps between evaluations on held-out text (one more at the end); 0 = only at the end."""
@@ -218,6 +223,7 @@ class RunConfig(Part):
     compiler: Compiler = Compiler()
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpoint = Checkpoint()
+    faults: Faults = Faults()
     evaluation: Evaluation = Evaluation()
     metrics: Metrics = Metrics()
 

@@ -166,6 +166,7 @@ def test_a_trainer_and_its_launcher_share_one_file(tmp_path, clock):
         ledger.stepped(6)
         ledger.stepped(7)
         ledger.now("save")
+        ledger.is_complete = True
     launch.stamp("done")
     found = read(tmp_path / "run")
     assert {stamp.start for stamp in found} == {environment[START]}
@@ -187,6 +188,7 @@ def test_only_the_first_process_writes_and_it_may_learn_late_that_it_is_the_firs
             ledger.now("join")
             assert not (tmp_path / str(number)).exists()
             ledger.joined(is_first)
+            ledger.is_complete = True
     assert not (tmp_path / "0").exists()
     assert [s.state for s in read(tmp_path / "1")] == ["imports", "join", "done"]
 

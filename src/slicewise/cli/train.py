@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slicewise.cli.verbs import Verbs
-from slicewise.errors import ExitCode
 
 if TYPE_CHECKING:
     from slicewise.config import AxisDegrees, LoadedConfig, RunConfig
     from slicewise.launch.targets.local import ClusterShape
+
+LEAVING_S = 5.0  # from a checkpoint that is complete to the end of the process that was asked to stop
 
 
 def register(verbs: Verbs) -> None:
@@ -59,10 +60,12 @@ def _train(arguments: argparse.Namespace) -> int:
     from slicewise.train.progress import dump_stacks_when_asked
 
     dump_stacks_when_asked()  # before the slow imports, which may be where it is stuck
-    from slicewise.train.loop import train
+    from slicewise.train.preemption import Preemption
 
-    train(config)
-    return ExitCode.DONE
+    with Preemption() as preemption:
+        from slicewise.train.loop import train
+
+        return train(config, preemption)
 
 
 def _train_locally(arguments: argparse.Namespace, config: "RunConfig") -> int:
@@ -75,7 +78,14 @@ def _train_locally(arguments: argparse.Namespace, config: "RunConfig") -> int:
     command = ["-m", "slicewise", "train", *filter(None, [arguments.config]), *arguments.overrides]
     command += ["--debug"] if arguments.debug else []
     here = config.local_directory
-    return run_local(command, shape, log_directory=here / "logs", console=Console(), run_directory=here)
+    return run_local(
+        command,
+        shape,
+        log_directory=here / "logs",
+        console=Console(),
+        run_directory=here,
+        stop_grace_s=config.faults.stop_grace_s + LEAVING_S,
+    )
 
 
 def _degrees(config: "RunConfig", shape: "ClusterShape") -> "AxisDegrees":

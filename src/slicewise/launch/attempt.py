@@ -187,7 +187,7 @@ class Attempt:
                 self.deadline_s, self.overdue = time.monotonic() + DONE_GRACE_S, True
         elif child in self.killed or (self.asked and child.returncode == ExitCode.PREEMPTED):
             pass
-        elif self.asked and child.returncode == -signal.SIGTERM:
+        elif self.asked and child.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM):
             self._allow(self.failure_grace_s)  # it saved nothing, so the others cannot either
         elif child.index not in self.failures:  # else its report came first
             self._on_failure(_Failure(child))
@@ -198,6 +198,8 @@ class Attempt:
         self.failures[failure.child.index] = failure
         assert self.cause is not None
         if failure is not self.cause:
+            if failure.code == self.cause.code == ExitCode.PREEMPTED:
+                return  # it took part in the save
             if not failure.message:
                 self.display.print(f"{failure.child.name} {failure.ending} (a consequence)")
             elif failure.message != self.cause.message:

@@ -112,6 +112,7 @@ class Ledger:
         self._data_us = 0
         self._written_us = 0
         self.state = ""
+        self.is_complete = False  # the run, at the end of this process
         self.sinks: list[Sink] = []
         self.warn: Callable[[str], None] | None = None
         self._reached = faults.armed(directory, environment)
@@ -171,7 +172,7 @@ class Ledger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.now("done" if kind is None else "wait")
+        self.now("done" if self.is_complete else "wait")
         for sink in self.sinks:
             sink.close()
 

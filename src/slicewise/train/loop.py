@@ -16,31 +16,52 @@ from slicewise.config import RunConfig
 from slicewise.costs.flops import model_flops
 from slicewise.costs.shapes import model_shape
 from slicewise.data.loader import BatchLoader
-from slicewise.errors import UserError
+from slicewise.errors import ExitCode, UserError
 from slicewise.parallel import cluster
 from slicewise.parallel.mesh import build_mesh
 from slicewise.train import choices, runtime
+from slicewise.train.agreement import STOP, Agreement
 from slicewise.train.batches import held_out, local_rows, to_global
 from slicewise.train.goodput_log import Ledger, now_us
 from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s
+from slicewise.train.preemption import Preemption
 from slicewise.train.progress import Sink, reporter
 from slicewise.train.step import TrainState, TrainStep, build_train_step
 
 
-def train(config: RunConfig) -> None:
-    """Runs ``config`` to its last step on the devices of this job, from the newest checkpoint when resuming."""
+def train(config: RunConfig, preemption: Preemption | None = None) -> ExitCode:
+    """Runs ``config`` to its last step on the devices of this job, from the newest checkpoint when resuming.
+
+    DONE, or PREEMPTED when it was asked to stop, by way of ``preemption``, and has saved.
+    """
     _check(config)
     with Ledger(config.local_directory) as ledger:
         ledger.now("join")
         runtime.start()
         ledger.joined(jax.process_index() == 0)
-        mesh = build_mesh(config, cluster.found())
-        step = build_train_step(config, mesh)
         with contextlib.ExitStack() as stack:
             report = stack.enter_context(reporter())
+            agreement = _agreement(config, preemption or Preemption(), report)
+            stack.callback(agreement.close)
+            mesh = build_mesh(config, cluster.found())
+            step = build_train_step(config, mesh)
             stack.enter_context(jax.set_mesh(mesh))
-            _Run(config, step, report, stack, ledger).run()
+            code = _Run(config, step, report, stack, agreement, ledger).run()
         runtime.stop()
+        ledger.is_complete = code == ExitCode.DONE
+    return code
+
+
+def _agreement(config: RunConfig, preemption: Preemption, report: Sink) -> Agreement:
+    """How this process and the others find a common step, also for a preemption if the run can save."""
+    agreement = Agreement(
+        cluster.coordination_client(), jax.process_index(), jax.process_count(), preemption.heard
+    )
+    if config.checkpoint.checkpoint_every:
+        preemption.attach(agreement, config.faults.stop_grace_s, report)
+    else:
+        preemption.close()  # SIGTERM ends it at once
+    return agreement
 
 
 def _check(config: RunConfig) -> None:
@@ -61,9 +82,17 @@ class _Run:
     """One run in one process. ``state`` is donated to each step and replaced by its result."""
 
     def __init__(
-        self, config: RunConfig, step: TrainStep, report: Sink, stack: contextlib.ExitStack, ledger: Ledger
+        self,
+        config: RunConfig,
+        step: TrainStep,
+        report: Sink,
+        stack: contextlib.ExitStack,
+        agreement: Agreement,
+        ledger: Ledger,
     ):
-        self.config, self.step, self.report, self.stack, self.ledger = config, step, report, stack, ledger
+        self.config, self.step, self.report, self.stack = config, step, report, stack
+        self.agreement, self.ledger = agreement, ledger
+        self.is_profiling = False
         self.is_first = jax.process_index() == 0
         ledger.warn = self._say
         self.rows = local_rows(step)
@@ -93,10 +122,12 @@ class _Run:
         self.stack.callback(self.store.close)
         self.start = self.store.latest() or 0
 
-    def run(self) -> None:
+    def run(self) -> ExitCode:
         steps = self.config.run.steps
         if self.start < steps:
             state = self._train()
+            if state is None:
+                return ExitCode.PREEMPTED
         else:
             self._say(f"{self.config.directory} is complete: {self.start} steps are done, steps = {steps}.")
             self.ledger.now("restore")
@@ -108,9 +139,13 @@ class _Run:
         if self.config.checkpoint.checkpoint_every:
             self.store.wait()
             self._say(f"checkpoint {self.config.directory}/checkpoints/{max(steps, self.start)}")
+        return ExitCode.DONE
 
-    def _train(self) -> TrainState:
-        """Steps ``start`` + 1 to the last. Compiling, opening the data and opening the logs go on side by side."""
+    def _train(self) -> TrainState | None:
+        """Steps ``start`` + 1 to the last; None when it was asked to stop before that, and has saved.
+
+        Compiling, opening the data and opening the logs go on side by side.
+        """
         config = self.config
         state, data_state = None, None
         if self.start:
@@ -140,6 +175,11 @@ class _Run:
             self._say(note)
         self.ledger.now("step", from_step=self.start)
         for number in range(self.start + 1, config.run.steps + 1):
+            if any(point.what == STOP for point in self.agreement.begin()):
+                meter.read_all()
+                self._end_profile()
+                self._save_and_stop(number - 1, state, loader)
+                return None
             self._profile(number, state)
             self.ledger.begins(number)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
@@ -246,6 +286,13 @@ class _Run:
         }
         self.store.save(number, state, data_state=data_state, metadata=metadata)
 
+    def _save_and_stop(self, number: int, state: TrainState, loader: BatchLoader) -> None:
+        if number > self.start:
+            self.ledger.now("save")
+            self._save(number, state, loader)
+            self.store.wait()
+        self._say(f"stops after step {number}: checkpoint {self.config.directory}/checkpoints/{number}")
+
     def _restore(self) -> tuple[TrainState, np.ndarray]:
         restored = self.store.restore(self.start, self.step.abstract_state)
         saved, rows = len(restored.data_state), self.config.data.global_batch_size
@@ -271,8 +318,14 @@ class _Run:
             return
         jax.block_until_ready(state)  # no step is half inside the window
         if number == first:
+            self.is_profiling = True
             jax.profiler.start_trace(str(self.config.local_directory / "profile"))
         else:
+            self._end_profile()
+
+    def _end_profile(self) -> None:
+        if self.is_profiling:
+            self.is_profiling = False
             jax.profiler.stop_trace()
 
 
@@ -307,8 +360,18 @@ class _Meter:
         """Takes the results of step ``number`` and reads what it may of these and those of the step before."""
         self.pending.append((number, metrics))
         if read_now:
-            jax.block_until_ready(metrics)
-        read = len(self.pending) - (not metrics["loss"].is_ready())
+            return self.read_all()
+        self._read(len(self.pending) - (not metrics["loss"].is_ready()))
+
+    def read_all(self) -> None:
+        """Waits for the results that are still under way, and makes the records of all durable."""
+        if self.pending:
+            jax.block_until_ready(self.pending[-1][1])
+        self._read(len(self.pending))
+        if self.writer:
+            self.writer.flush()
+
+    def _read(self, read: int) -> None:
         done = [(n, {name: float(x) for name, x in m.items()}) for n, m in self.pending[:read]]
         del self.pending[:read]
         now_s = time.perf_counter()
@@ -316,8 +379,6 @@ class _Meter:
             self._record(n, values, (now_s - self.last_s) / read)
         if done:
             self.last_s = now_s
-        if read_now and self.writer:
-            self.writer.flush()
 
     def is_busy(self) -> bool:
         """Whether the devices still work on the last step that was begun."""

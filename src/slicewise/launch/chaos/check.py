@@ -65,10 +65,12 @@ def differences(run: Path, steps: int, expected: Result) -> list[str]:
 def unsaved_restores(stamps: list[Stamp]) -> list[str]:
     """Starts that resumed from a step that no start had saved."""
     saved: set[int] = {0}
+    finished = 0
     found = []
     for stamp in stamps:
-        if stamp.state == "save" and stamp.step is not None:
-            saved.add(stamp.step)
+        finished = finished if stamp.step is None else stamp.step
+        if stamp.state == "save":
+            saved.add(finished)
         if stamp.from_step is not None and stamp.from_step not in saved:
             found.append(f"resumed from step {stamp.from_step}, which was never saved")
     return found
