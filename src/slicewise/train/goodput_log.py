@@ -39,7 +39,9 @@ Who = Literal["launcher", "trainer"]
 class Sink(Protocol):
     """Who else hears of the states of a run, such as a service that collects them."""
 
-    def now(self, state: str, step: int | None) -> None: ...
+    def now(self, state: str, at_us: int) -> None: ...
+    def begins(self, step: int, at_us: int) -> None: ...
+    def waited(self, begin_us: int, end_us: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -113,7 +115,8 @@ class Ledger:
         self._written_us = 0
         self.state = ""
         self.is_complete = False  # the run, at the end of this process
-        self.sinks: list[Sink] = []
+        self._sinks: list[Sink] = []
+        self._past: list[tuple[str, int]] | None = []  # for sinks that come late
         self.warn: Callable[[str], None] | None = None
         self._reached = faults.armed(directory, environment)
         self._step = 0  # that was begun last
@@ -121,9 +124,17 @@ class Ledger:
 
     def joined(self, is_first: bool) -> None:
         """Who is first is known now."""
+        self._past = None
         waiting, self._waiting, self._writes = self._waiting or [], None, is_first
         for stamp in waiting if is_first else ():
             self._append(stamp)
+
+    def attach(self, sink: Sink) -> None:
+        """``sink`` hears of everything from the start of this process; before ``joined`` only."""
+        self._sinks.append(sink)
+        assert self._past is not None
+        for state, at_us in self._past:
+            sink.now(state, at_us)
 
     def now(self, state: str, *, from_step: int | None = None) -> None:
         """The run does ``state`` from now on; ``from_step`` goes with the first "step"."""
@@ -132,12 +143,17 @@ class Ledger:
     def begins(self, step: int) -> None:
         """Step ``step`` is about to be taken."""
         self._step = step
+        for sink in self._sinks:
+            sink.begins(step, self._clock())
         if self._reached:
             self._reached("step", step)
 
     def waited(self, since_us: int) -> None:
         """The devices waited for data from ``since_us`` until now."""
-        self._data_us += max(0, self._clock() - since_us)
+        now = self._clock()
+        self._data_us += max(0, now - since_us)
+        for sink in self._sinks:
+            sink.waited(since_us, now)
 
     def stepped(self, step: int, *, at_once: bool = False) -> None:
         """Step ``step`` is finished. Stamps are a second apart unless one is wanted ``at_once``."""
@@ -155,8 +171,10 @@ class Ledger:
             self._waiting.append(stamp)
         elif self._writes:
             self._append(stamp)
-        for sink in self.sinks:
-            sink.now(state, ended.get("step"))
+        for sink in self._sinks:
+            sink.now(state, at_us)
+        if self._past is not None:
+            self._past.append((state, at_us))
         if self._reached and state != "step":
             self._reached(state, self._step)
 
@@ -173,7 +191,7 @@ class Ledger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.now("done" if self.is_complete else "wait")
-        for sink in self.sinks:
+        for sink in self._sinks:
             sink.close()
 
 

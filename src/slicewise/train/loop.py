@@ -22,6 +22,7 @@ from slicewise.parallel.mesh import build_mesh
 from slicewise.train import choices, runtime
 from slicewise.train.agreement import STOP, Agreement
 from slicewise.train.batches import held_out, local_rows, to_global
+from slicewise.train.goodput_export import exporter
 from slicewise.train.goodput_log import Ledger, now_us
 from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s
 from slicewise.train.preemption import Preemption
@@ -38,6 +39,8 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> ExitCode:
     with Ledger(config.local_directory) as ledger:
         ledger.now("join")
         runtime.start()
+        if config.metrics.goodput_logger and jax.process_index() == 0:
+            ledger.attach(exporter(config))
         ledger.joined(jax.process_index() == 0)
         with contextlib.ExitStack() as stack:
             report = stack.enter_context(reporter())
