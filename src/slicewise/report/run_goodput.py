@@ -11,6 +11,7 @@ from slicewise.report.console import say
 from slicewise.report.page import Card, Chart, Figure, Grid, Tile, render
 from slicewise.report.tables import table
 from slicewise.train.goodput import CATEGORIES, PHASES, Account, Restart, Segment
+from slicewise.train.goodput_expected import expectation
 
 MOST_BARS = 2000  # of a timeline: more is more than a screen has columns
 SHOWN_RESTARTS = 20
@@ -20,13 +21,20 @@ _COLORS = {"step": "@green", "data": "@yellow", "checkpoint": "@teal", "evaluati
 
 
 def explain(run: str, account: Account) -> list[str]:
-    """Two lines: how much of the time was training, and what it took."""
+    """How much of the time was training, what it took, and what the planner expects of a run like it."""
     starts = f"{account.starts} start{'' if account.starts == 1 else 's'}"
     again = f", {account.lost_steps} steps taken again" if account.lost_steps else ""
-    return [
+    lines = [
         f"{run}: goodput {account.goodput:.1%} of {duration(account.wall_us / 1e6)}",
         f"step {account.steps}, {starts}{again}",
     ]
+    if plan := expectation(account):
+        lines.append(
+            f"plan goodput expects {plan.goodput:.1%} of such a run: interrupted every {duration(plan.mtbf_s)},"
+            f" restarted in {duration(plan.restart_s)}, checkpoint of {duration(plan.checkpoint_s)} every"
+            f" {duration(plan.interval_s)}"
+        )
+    return lines
 
 
 def text(out: Console, run: str, account: Account) -> None:
@@ -55,6 +63,7 @@ def document(run: str, account: Account) -> dict[str, Any]:
     return {
         "run": run,
         "goodput": account.goodput,
+        "expected_goodput": plan.goodput if (plan := expectation(account)) else None,
         "wall_us": account.wall_us,
         "parts_us": dict(account.parts_us),
         "starts": account.starts,

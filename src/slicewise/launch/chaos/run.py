@@ -78,7 +78,7 @@ def prepare(loaded: LoadedConfig, shape: ClusterShape, watch: Watch) -> Setup:
 def undisturbed(setup: Setup) -> tuple[check.Result, float]:
     """What the run comes to without faults, and the seconds that takes. Raises UserError when it fails."""
     shutil.rmtree(setup.run_directory("undisturbed").parent, ignore_errors=True)
-    outcome = _run(setup, "undisturbed", Schedule(0, ()), limit_s=None)
+    outcome = start(setup, "undisturbed", Schedule(0, ()), starts=1)
     if outcome.violations:
         log = setup.folder / "undisturbed" / "supervisor.log"
         raise UserError(f"the run fails without any fault: {outcome.violations[0]}; see {log}.")
@@ -91,7 +91,8 @@ def disturbed(setup: Setup, schedule: Schedule, expected: check.Result, usual_s:
     shutil.rmtree(setup.folder / name, ignore_errors=True)
     faults = len(schedule.faults)
     each_s = setup.watch.start_timeout_s + setup.watch.failure_grace_s + KILL_WAIT_S + 2.0**faults
-    outcome = _run(setup, name, schedule, limit_s=(faults + 1) * 3 * usual_s + faults * each_s)
+    limit_s = (faults + 1) * 3 * usual_s + faults * each_s
+    outcome = start(setup, name, schedule, starts=faults + 1, limit_s=limit_s)
     run, steps = setup.run_directory(name), setup.loaded.config.run.steps
     found = list(outcome.violations)
     if not found:
@@ -123,7 +124,13 @@ def _spec(setup: Setup, run: Path, watch: Watch) -> JobSpec:
     )
 
 
-def _run(setup: Setup, name: str, schedule: Schedule, limit_s: float | None) -> Outcome:
+def start(
+    setup: Setup, name: str, schedule: Schedule, *, starts: int, limit_s: float | None = None
+) -> Outcome:
+    """Starts the job in the folder ``name``, and again where its supervisor died or was asked to stop.
+
+    What is wrong, apart from what the run came to, is among the violations of the outcome.
+    """
     run, begun_s = setup.run_directory(name), time.monotonic()
     folder = JobFolder(job.folder_of(str(run)))
     watch = setup.watch if schedule.faults else Watch()  # it may have everything to compile
@@ -139,7 +146,7 @@ def _run(setup: Setup, name: str, schedule: Schedule, limit_s: float | None) -> 
     guardian = Guardian()
     try:
         with (setup.folder / name / "supervisor.log").open("ab") as log:
-            for _ in range(len(schedule.faults) + 1):
+            for _ in range(starts):
                 command = [sys.executable, "-m", "slicewise.launch.supervisor", folder.root]
                 supervisor = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
                                               stderr=log, process_group=guardian.group_id)  # fmt: skip
