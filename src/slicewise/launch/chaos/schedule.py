@@ -82,12 +82,19 @@ def make(seed: int, kinds: Sequence[Kind], shape: ClusterShape, *, steps: int, e
                 kind=kind,
                 ranks=_ranks(chosen, kind, shape),
                 moment=moment,
-                step=chosen.randint(lowest, steps) if moment in ("step", "save") else 0,
+                step=_step(chosen, moment, lowest, steps, every),
                 delay_s=round(chosen.uniform(0, DELAY_S[moment]), 4) if kind in _OUTSIDE else 0.0,
                 seed=chosen.randrange(2**31),
             )
         )
     return Schedule(seed, tuple(faults))
+
+
+def _step(chosen: random.Random, moment: Moment, lowest: int, steps: int, every: int) -> int:
+    if moment == "step":
+        return chosen.randint(lowest, steps)
+    saves = [*range(every, steps, every), steps]
+    return chosen.choice(saves) if moment == "save" else 0
 
 
 def _ranks(chosen: random.Random, kind: Kind, shape: ClusterShape) -> tuple[int, ...]:
