@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slicewise.errors import UserError
-from slicewise.launch.chaos.schedule import KINDS, describe, make, parse_kinds
+from slicewise.launch.chaos.schedule import KINDS, MOMENTS, describe, make, matrix, parse_kinds
 from slicewise.launch.targets.local import ClusterShape
 from slicewise.train.faults import Fault
 
@@ -32,6 +32,19 @@ def test_a_schedule_has_only_the_faults_that_were_asked_for_and_what_makes_them_
     shape = ClusterShape(2, 1, 1)
     kinds = {f.kind for n in range(50) for f in make(n, ("stop",), shape, steps=9, every=3).faults}
     assert kinds == {"stop", "kill"}
+
+
+def test_the_matrix_has_every_kind_victim_and_moment_that_go_together():
+    cells = matrix(ClusterShape(2, 2, 1), steps=12, every=3, seed=7)
+    last = [cell.faults[-1] for cell in cells]
+    assert [cell.seed for cell in cells] == list(range(7, 7 + len(cells)))
+    for kind in ("kill", "stop", "terminate"):
+        assert {(f.ranks, f.moment) for f in last if f.kind == kind} == {
+            (ranks, moment) for ranks in ((0,), (3,), (2, 3), ()) for moment in MOMENTS
+        }
+    assert {f.ranks for f in last if f.kind == "exception"} == {(0,), (3,), (2, 3)}
+    assert len({(f.kind, f.ranks, f.moment) for f in last}) == len(cells)
+    assert all(len(cell.faults) == 1 + (cell.faults[-1].moment == "restore") for cell in cells)
 
 
 def test_names_of_faults_are_checked():

@@ -90,6 +90,32 @@ def make(seed: int, kinds: Sequence[Kind], shape: ClusterShape, *, steps: int, e
     return Schedule(seed, tuple(faults))
 
 
+def matrix(shape: ClusterShape, *, steps: int, every: int, seed: int) -> list[Schedule]:
+    """One schedule for each kind, victim and moment that go together, with seeds from ``seed`` on."""
+    other = shape.processes - 1
+    first = other - other % shape.hosts_per_slice
+    victims = {(0,): None, (other,): None, tuple(range(first, other + 1)): None, (): None}
+    made: list[Schedule] = []
+    for kind in KINDS:
+        for ranks in victims:
+            for moment in MOMENTS:
+                if not ranks and kind not in _OUTSIDE:
+                    continue
+                if kind == "corrupt" and (moment in ("imports", "compile") or len(ranks) > 1):
+                    continue
+                made.append(_cell(kind, ranks, moment, every, seed + len(made)))
+    return made
+
+
+def _cell(kind: Kind, ranks: tuple[int, ...], moment: Moment, every: int, seed: int) -> Schedule:
+    chosen = random.Random(seed)
+    before = [Fault(1, "kill", (0,), "step", every + 2)] if moment == "restore" else []
+    step = {"step": every + 2, "save": 2 * every}.get(moment, 0)
+    delay_s = round(chosen.uniform(0, DELAY_S[moment]), 4) if kind in _OUTSIDE else 0.0
+    fault = Fault(len(before) + 1, kind, ranks, moment, step, delay_s, chosen.randrange(2**31))
+    return Schedule(seed, (*before, fault))
+
+
 def _step(chosen: random.Random, moment: Moment, lowest: int, steps: int, every: int) -> int:
     if moment == "step":
         return chosen.randint(lowest, steps)

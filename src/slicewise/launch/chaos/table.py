@@ -17,7 +17,7 @@ from slicewise.report.tables import table
 def line(outcome: Outcome) -> str:
     """One line for one schedule."""
     verdict = "; ".join(outcome.violations) or "as undisturbed"
-    attempts = f"{outcome.attempts} attempt{'' if outcome.attempts == 1 else 's'}"
+    attempts = _counted(outcome.attempts, "attempt")
     return f"seed {outcome.schedule.seed}: {outcome.schedule}: {attempts}, {outcome.wall_s:.1f} s: {verdict}"
 
 
@@ -33,15 +33,19 @@ def text(out: Console, outcomes: Sequence[Outcome]) -> None:
     made.add_row("in all", *map(str, totals), str(sum(totals)))
     out.print(made)
     if restarts_s := _restarts_s(outcomes):
-        say(out, f"{len(restarts_s)} restarts: {duration(statistics.median(restarts_s))} in the middle,"
-                 f" {duration(max(restarts_s))} at most")  # fmt: skip
+        middle, most = duration(statistics.median(restarts_s)), duration(max(restarts_s))
+        say(out, f"{_counted(len(restarts_s), 'restart')}: {middle} in the middle, {most} at most")
     bad = [outcome for outcome in outcomes if outcome.violations]
-    count = f"{len(outcomes)} schedule{'' if len(outcomes) == 1 else 's'}"
+    count = _counted(len(outcomes), "schedule")
     if not bad:
         say(out, f"{count}, no violation: each ended bit for bit as the undisturbed run")
     for outcome in bad:
         say(out, f"violation: {'; '.join(outcome.violations)}", "bold")
         say(out, f"  --seed {outcome.schedule.seed} --schedules 1 repeats it; its run is in {outcome.folder}")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
