@@ -85,7 +85,10 @@ class Place:
         wait_for(lambda: not any(map(is_alive, below.values())))
 
     def preempt_when(self, condition, *arguments, victim=None, **options):
-        """As ``kill_when``, with one SIGTERM, also at rank ``victim`` of a cluster; what it then prints. It ends by itself, having saved."""
+        """As ``kill_when``, with one SIGTERM, at rank ``victim`` of a cluster if one is given; what it then prints.
+
+        It ends by itself, having saved.
+        """
         with self.started(*arguments, **options) as process:
             wait_for(condition, process)
             below = ranks(process.pid)
