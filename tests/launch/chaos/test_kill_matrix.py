@@ -29,44 +29,28 @@ KEYS = [
 SUPERVISOR = ()
 
 
-@pytest.fixture(scope="module")
-def setup(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("chaos")
-    loaded = load_config(None, [*KEYS, f"output_directory={folder}"])
-    watch = Watch(start_timeout_s=120, stall_timeout_s=15, failure_grace_s=0.5)
-    return run.prepare(loaded, parse_shape("2x1x1"), watch)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(setup):
-    return run.undisturbed(setup)
-
-
-MATRIX = [
-    [
-        Fault(1, "kill", (1,), "imports", delay_s=0.3),
-        Fault(2, "kill", (0,), "save", EVERY, delay_s=0.01),
-        Fault(3, "kill", SUPERVISOR, "finish"),
-    ],
-    [
+MATRIX = {
+    "2x1x1": [
         Fault(1, "exception", (0,), "compile"),
-        Fault(2, "terminate", (1,), "step", EVERY + 2),
-        Fault(3, "kill", (1,), "restore", delay_s=0.05),
-        Fault(4, "stop", (1,), "step", 2 * EVERY + 1),
+        Fault(2, "kill", (1,), "save", EVERY, delay_s=0.01),
+        Fault(3, "stop", (1,), "step", 2 * EVERY + 1),
     ],
-    [
+    "1x1x1": [
         Fault(1, "disk-full", (0,), "save", 2 * EVERY),
-        Fault(2, "terminate", SUPERVISOR, "step", EVERY + 1),
+        Fault(2, "kill", (0,), "restore", delay_s=0.05),
+        Fault(3, "terminate", SUPERVISOR, "step", EVERY + 1),
+        Fault(4, "kill", SUPERVISOR, "finish"),
     ],
-]
+}
 
 
-@pytest.mark.parametrize(
-    "faults", MATRIX, ids=lambda faults: "-".join(f"{f.kind}.{f.moment}" for f in faults)
-)
-def test_a_run_under_faults_is_the_run_that_nobody_disturbed(setup, undisturbed, faults):
-    schedule = Schedule(MATRIX.index(faults), tuple(faults))
-    outcome = run.disturbed(setup, schedule, *undisturbed)
+@pytest.mark.parametrize("shape", MATRIX)
+def test_a_run_under_faults_is_the_run_that_nobody_disturbed(tmp_path, shape):
+    faults = MATRIX[shape]
+    loaded = load_config(None, [*KEYS, f"output_directory={tmp_path}"])
+    watch = Watch(start_timeout_s=120, stall_timeout_s=15, failure_grace_s=0.5)
+    setup = run.prepare(loaded, parse_shape(shape), watch)
+    outcome = run.disturbed(setup, Schedule(0, tuple(faults)), *run.undisturbed(setup))
     assert outcome.violations == ()
     happened = [(f["attempt"], f["kind"], f["state"]) for f in outcome.fired]
     assert happened == [(f.attempt, f.kind, f.moment) for f in faults]
