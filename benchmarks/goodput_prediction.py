@@ -28,9 +28,9 @@ from slicewise.launch.chaos import run
 from slicewise.launch.chaos.schedule import Schedule
 from slicewise.launch.policy import Watch
 from slicewise.launch.targets.local import parse_shape
-from slicewise.train.faults import Fault
 from slicewise.train.goodput import Account, account, read
 from slicewise.train.goodput_expected import expectation, measured
+from slicewise.train.injection import Fault
 
 TOLERANCE = 0.05
 KEYS = (

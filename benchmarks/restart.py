@@ -25,7 +25,7 @@ from slicewise.launch.chaos.schedule import Schedule
 from slicewise.launch.policy import Watch
 from slicewise.launch.targets.local import parse_shape
 from slicewise.report import run_goodput
-from slicewise.train.faults import Fault
+from slicewise.train.injection import Fault
 
 TARGET_S = 15.0
 EVERY = 10

@@ -184,8 +184,16 @@ class Optimizer(Part):
 class Checkpoint(Part):
     checkpoint_every: NonNegativeInt = 100
     """Steps between checkpoints (one more at the end); 0 = none."""
+    checkpoint_interval_s: NonNegativeFloat = 0.0
+    """Seconds between checkpoints, in place of checkpoint_every; 0 = by steps."""
+    failures_per_day: NonNegativeFloat = 0.0
+    """Of the whole job; above 0 checkpoints come at the interval of best expected goodput."""
     checkpoint_keep: PositiveInt = 3
     """Newest checkpoints kept."""
+    checkpoint_keep_every: NonNegativeInt = 0
+    """Also keeps for good the first checkpoint at or after each multiple of so many steps; 0 = none."""
+    checkpoint_keep_best: NonNegativeInt = 0
+    """Also keeps so many with the lowest loss of eval_every's evaluations, each of which then saves; 0 = none."""
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the run's newest complete checkpoint; never refuses to touch an existing run."""
 
@@ -193,6 +201,12 @@ class Checkpoint(Part):
 class Faults(Part):
     stop_grace_s: PositiveFloat = 60.0
     """Seconds from a request to stop, or the notice of a preemption, in which the state is saved."""
+    on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
+    """What follows a loss or gradient that is no number, and with stop or rollback a spike."""
+    loss_spike_ratio: float = Field(0.0, ge=0)
+    """A loss of so many times the median of the last 16 is a spike; 0 = there are none."""
+    rollback_steps: PositiveInt = 1
+    """With rollback: how far before the bad step the checkpoint lies, at least. Data go on behind the bad step."""
 
 
 class Evaluation(Part):

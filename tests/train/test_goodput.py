@@ -79,6 +79,19 @@ def test_a_restart_is_broken_down_from_the_end_of_training_to_the_end_of_its_fir
     assert expected.total_us == 16 * S
 
 
+def test_a_run_that_goes_back_by_itself_has_lost_the_steps_after():
+    run = Run().trainer(0, "a", "step", from_step=0).trainer(1, "a", "step", 1).trainer(9, "a", "restore", 9)
+    run.trainer(10, "a", "step", from_step=5).trainer(11, "a", "step", 6).trainer(20, "a", "done", 15)
+    found = account(run.stamps)
+    assert found.lost_steps == 4
+    assert (found.parts_us["lost"], found.parts_us["step"], found.parts_us["restore"]) == (
+        4 * S,
+        15 * S,
+        1 * S,
+    )
+    assert found.restarts == ()
+
+
 def test_starts_that_fail_before_their_first_step_belong_to_one_restart():
     run = killed_and_restarted()
     run.stamps[13:13] = (

@@ -18,6 +18,10 @@ def register(verbs: Verbs) -> None:
     takes_config(sub)
     local = "emulate a cluster here: slices x hosts per slice x devices per host, such as 2x2x2"
     sub.add_argument("--local", metavar="SxHxD", help=local)
+    start = "with --local: most time without a sign of life before the first step (default 30min)"
+    sub.add_argument("--start-timeout", default="30min", metavar="T", help=start)
+    stall = "with --local: most time without progress after it (default 5min)"
+    sub.add_argument("--stall-timeout", default="5min", metavar="T", help=stall)
 
     sub = verbs.add("config", _config, "print the resolved config, with where each value came from")
     takes_config(sub)
@@ -71,7 +75,14 @@ def _train(arguments: argparse.Namespace) -> int:
 def _train_locally(arguments: argparse.Namespace, config: "RunConfig") -> int:
     from rich.console import Console
 
+    from slicewise.cli import quantities
+    from slicewise.launch.policy import Watch
     from slicewise.launch.targets.local import parse_shape, run_local
+
+    watch = Watch(
+        start_timeout_s=quantities.seconds(arguments.start_timeout, "--start-timeout"),
+        stall_timeout_s=quantities.seconds(arguments.stall_timeout, "--stall-timeout"),
+    )
 
     shape = parse_shape(arguments.local)
     _degrees(config, shape)  # a mismatch is refused before anything starts
@@ -85,6 +96,7 @@ def _train_locally(arguments: argparse.Namespace, config: "RunConfig") -> int:
         console=Console(),
         run_directory=here,
         stop_grace_s=config.faults.stop_grace_s + LEAVING_S,
+        watch=watch,
     )
 
 

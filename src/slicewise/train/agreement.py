@@ -10,6 +10,7 @@ milliseconds, and only if it is between two steps just then.
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from jax.errors import JaxRuntimeError
 
 STOP, SAVE = "stop", "save"
 POLL_S = 0.25  # between two looks for requests of others, each a few bytes from the coordinator's memory
+LEAD_S = 0.5  # of the others, when all leave at once: the service they listen to ends with process 0
 BARRIER_TIMEOUT_S = 60  # a process that is alive gets there within POLL_S
 _PREFIX = "slicewise/agreement"
 
@@ -78,6 +80,11 @@ class Agreement:
                 self._begun += 1
         return due
 
+    @property
+    def begun(self) -> int:
+        """Steps that this process has begun, or is about to."""
+        return self._begun
+
     def close(self) -> None:
         self._is_over = True
         self._wake.set()
@@ -127,4 +134,6 @@ class Agreement:
             begun = [int(number) for _, number in self._client.key_value_dir_get(f"{place}/begun/")]
             point = Point(what, why, max(begun))
             self._points.append(point)
+        if point.begun == 0 and self._process == 0:
+            time.sleep(LEAD_S)
         self._heard(point)

@@ -1,144 +1,33 @@
-"""Faults on purpose: a trainer does to itself, or to the process that started it, what its environment says.
+"""What errors of the runtime mean, where a person can do something about them."""
 
-``slicewise chaos`` sets SLICEWISE_FAULTS; without it none of this is there. No JAX here: launchers write it.
-"""
+import re
 
-import json
-import os
-import random
-import resource
-import signal
-import threading
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from jax.errors import JaxRuntimeError
 
-FAULTS = "SLICEWISE_FAULTS"
-FIRED = "faults.jsonl"  # in the run's folder: the faults that happened
-DISK_FULL_BYTES = 512  # how much of a file can be written once the disk is full
+from slicewise.config import RunConfig
+from slicewise.errors import ExitCode, UserError
 
-Kind = Literal["kill", "stop", "exception", "terminate", "corrupt", "disk-full"]
-Moment = Literal["imports", "compile", "step", "save", "restore", "finish"]
-DAMAGES = ("truncate", "zero", "flip", "remove", "empty")
+_BYTES = re.compile(r"(?:allocat\w+|reserve) ([\d.]+ ?[KMGT]?i?B?(?:ytes)?)", re.I)
+_COLLECTIVE = re.compile(r"Gloo|collective|Connection (?:closed|reset) by peer|coordination service", re.I)
 
 
-class InjectedError(RuntimeError):
-    """What a trainer raises that is to fail by an exception."""
+def explained(error: JaxRuntimeError, config: RunConfig, *, has_stepped: bool) -> Exception:
+    """``error`` in a line of advice, or itself where there is none.
 
-
-@dataclass(frozen=True)
-class Fault:
-    """``ranks`` do it to themselves; none means that rank 0 does it to the process that started it.
-
-    It happens in attempt ``attempt`` (1 is the first), ``delay_s`` after the state ``moment`` was reached at step
-    ``step`` or a later one. ``seed`` decides what is damaged, and how.
+    Out of memory before the first step the config is at fault; later, something else in this machine's memory is.
     """
-
-    attempt: int
-    kind: Kind
-    ranks: tuple[int, ...]
-    moment: Moment
-    step: int = 0
-    delay_s: float = 0.0
-    seed: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(raw: Mapping[str, Any]) -> "Fault":
-        return Fault(**{**raw, "ranks": tuple(raw["ranks"])})
-
-
-class Armed:
-    """The faults of this process. ``directory``: of the run, on this machine."""
-
-    def __init__(self, faults: tuple[Fault, ...], rank: int, directory: Path):
-        self._faults = [f for f in faults if rank in (f.ranks or (0,))]
-        self._rank, self._directory = rank, directory
-
-    def reached(self, state: str, step: int) -> None:
-        """Raises InjectedError, or does not return, or what is to happen later is begun."""
-        for fault in [f for f in self._faults if f.moment == state and step >= f.step]:
-            self._faults.remove(fault)
-            if fault.delay_s and fault.kind != "exception":
-                timer = threading.Timer(fault.delay_s, self._fire, (fault, state, step))
-                timer.daemon = True
-                timer.start()
-            else:
-                self._fire(fault, state, step)
-
-    def _fire(self, fault: Fault, state: str, step: int) -> None:
-        if fault.kind == "corrupt" and damage_newest(self._directory / "checkpoints", fault.seed) is None:
-            return
-        fired = {
-            "attempt": fault.attempt,
-            "kind": fault.kind,
-            "rank": self._rank,
-            "state": state,
-            "step": step,
-        }
-        with (self._directory / FIRED).open("a") as file:
-            file.write(json.dumps({**fired, "at": time.time()}) + "\n")
-        victim = os.getpid() if fault.ranks else os.getppid()
-        match fault.kind:
-            case "kill" | "corrupt":
-                os.kill(victim, signal.SIGKILL)
-            case "stop":
-                os.kill(victim, signal.SIGSTOP)
-            case "terminate":
-                os.kill(victim, signal.SIGTERM)
-            case "exception":
-                raise InjectedError(f"injected at step {step}")
-            case "disk-full":
-                _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_FULL_BYTES, hard))
-
-
-def armed(directory: Path, environment: Mapping[str, str] = os.environ) -> Callable[[str, int], None] | None:
-    """What a trainer calls at each state that it reaches; None, as a rule, when nothing is to happen."""
-    if FAULTS not in environment:
-        return None
-    attempt = int(environment.get("SLICEWISE_ATTEMPT", "1"))
-    faults = (Fault.from_json(raw) for raw in json.loads(environment[FAULTS]))
-    mine = tuple(fault for fault in faults if fault.attempt == attempt)
-    return Armed(mine, int(environment.get("SLICEWISE_PROCESS_ID", "0")), directory).reached
-
-
-def damage_newest(checkpoints: Path, seed: int) -> str | None:
-    """Damages one file of the newest complete checkpoint, or empties it; what was done, None when there is none."""
-    from slicewise.checkpoint.manifest import complete_steps
-
-    steps = complete_steps(str(checkpoints))
-    if not steps:
-        return None
-    chosen = random.Random(seed)
-    how, folder = chosen.choice(DAMAGES), checkpoints / str(steps[-1])
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
-    if how == "empty":
-        for path in files:
-            path.unlink()
-        return f"emptied {folder}"
-    path = chosen.choice(files)
-    damage(path, how, chosen)
-    return f"{how} {path}"
-
-
-def damage(path: Path, how: str, chosen: random.Random) -> None:
-    """Truncates, zeroes or removes a file that is not empty, or flips one bit of it."""
-    data = bytearray(path.read_bytes())
-    place = chosen.randrange(len(data))
-    match how:
-        case "truncate":
-            path.write_bytes(data[:place])
-        case "zero":
-            path.write_bytes(bytes(len(data)))
-        case "flip":
-            data[place] ^= 1 << chosen.randrange(8)
-            path.write_bytes(data)
-        case "remove":
-            path.unlink()
-        case _:
-            raise AssertionError(how)
+    text = str(error).strip().split("\n")[0]
+    if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
+        wanted = found[1] if (found := _BYTES.search(text)) else "what the step needs"
+        return UserError(
+            f"out of memory: a device cannot give {wanted}; raise gradient_accumulation_steps (now"
+            f" {config.optimizer.gradient_accumulation_steps}), choose a remat_policy that keeps less (now"
+            f" {config.model.remat_policy}), or more fsdp parallelism.",
+            code=ExitCode.INTERNAL if has_stepped else ExitCode.USER,
+        )
+    if _COLLECTIVE.search(text):
+        return UserError(
+            f"a collective failed: another worker has ended or does not answer ({text[:200]}).",
+            code=ExitCode.INTERNAL,
+        )
+    return error

@@ -152,8 +152,12 @@ def account(stamps: Iterable[Stamp]) -> Account:
     for stamp in valid:
         numbers.setdefault(stamp.start, len(numbers))
     segments = [s for s in _segments(valid, numbers) if s.duration_us or s.steps]
-    resumed = {numbers[s.start]: s.from_step for s in valid if s.from_step is not None}
-    restarts = tuple(_restarts(segments, resumed))
+    resumed = [(s.at_us, s.from_step) for s in valid if s.from_step is not None]
+    firsts: dict[int, int] = {}
+    for s in valid:
+        if s.from_step is not None:
+            firsts.setdefault(numbers[s.start], s.from_step)
+    restarts = tuple(_restarts(segments, firsts))
     segments, lost_steps = _lost(segments, resumed)
     parts = dict.fromkeys(CATEGORIES, 0)
     for segment in segments:
@@ -162,7 +166,7 @@ def account(stamps: Iterable[Stamp]) -> Account:
         wall_us=sum(segment.duration_us for segment in segments),
         parts_us=parts,
         starts=len(numbers),
-        steps=max((s.steps[1] for s in segments if s.steps), default=max(resumed.values(), default=0)),
+        steps=max((s.steps[1] for s in segments if s.steps), default=max(firsts.values(), default=0)),
         lost_steps=lost_steps,
         restarts=restarts,
         segments=tuple(segments),
@@ -225,19 +229,14 @@ def _category(state: str, start: int) -> str:
     return _CATEGORY_OF.get(state, "restart" if start or state in ("stop", "delay") else "init")
 
 
-def _lost(segments: list[Segment], resumed: Mapping[int, int]) -> tuple[list[Segment], int]:
-    """Marks the work that a later start took again; how many steps that is."""
+def _lost(segments: list[Segment], resumed: list[tuple[int, int]]) -> tuple[list[Segment], int]:
+    """Marks the work that was taken again; how many steps that is. ``resumed``: when, and from which step."""
     kept: list[Segment] = []
     lost = 0
-    lowest: dict[int, int] = {}  # by start: the lowest step that a later start resumed from
-    for start in range(max((s.start for s in segments), default=0) - 1, -1, -1):
-        later = [n for n in (resumed.get(start + 1), lowest.get(start + 1)) if n is not None]
-        if later:
-            lowest[start] = min(later)
-    for segment, following in itertools.pairwise([*segments, None]):
-        assert segment is not None
-        limit = lowest.get(segment.start)
-        work = following if segment.category == "data" and following else segment  # what it waited for
+    limits = _limits(segments, resumed)
+    for k, (segment, limit) in enumerate(zip(segments, limits, strict=True)):
+        waited = segment.category == "data" and k + 1 < len(segments)
+        work = segments[k + 1] if waited else segment  # what it waited for
         if limit is None or work.steps is None or work.steps[1] <= limit:
             kept.append(segment)
             continue
@@ -252,6 +251,17 @@ def _lost(segments: list[Segment], resumed: Mapping[int, int]) -> tuple[list[Seg
             kept.append(replace(segment, end_us=cut, steps=(first, limit)))
         kept.append(replace(segment, begin_us=cut, category="lost", steps=(last - again + 1, last)))
     return kept, lost
+
+
+def _limits(segments: list[Segment], resumed: list[tuple[int, int]]) -> list[int | None]:
+    """For each segment the lowest step that the run went on from after it."""
+    later, lowest, limits = list(resumed), None, []
+    for segment in reversed(segments):
+        while later and later[-1][0] >= segment.end_us:
+            step = later.pop()[1]
+            lowest = step if lowest is None else min(lowest, step)
+        limits.append(lowest)
+    return limits[::-1]
 
 
 def _restarts(segments: list[Segment], resumed: Mapping[int, int]) -> Iterator[Restart]:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
-from slicewise.train import faults
+from slicewise.train import injection
 
 FILE = "goodput.jsonl"
 START = "SLICEWISE_START"  # environment: the start that a launcher has stamped
@@ -118,7 +118,7 @@ class Ledger:
         self._sinks: list[Sink] = []
         self._past: list[tuple[str, int]] | None = []  # for sinks that come late
         self.warn: Callable[[str], None] | None = None
-        self._reached = faults.armed(directory, environment)
+        self._reached = injection.armed(directory, environment)
         self._step = 0  # that was begun last
         self._write("imports", process_began_us(clock) if began_us is None else began_us)
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.errors import JaxRuntimeError
 
-import slicewise
 from slicewise.checkpoint.manifest import complete_steps
 from slicewise.config import RunConfig
 from slicewise.costs.flops import model_flops
@@ -19,15 +18,18 @@ from slicewise.data.loader import BatchLoader
 from slicewise.errors import ExitCode, UserError
 from slicewise.parallel import cluster
 from slicewise.parallel.mesh import build_mesh
-from slicewise.train import choices, runtime
+from slicewise.train import anomalies, choices, runtime
 from slicewise.train.agreement import STOP, Agreement
 from slicewise.train.batches import held_out, local_rows, to_global
+from slicewise.train.faults import explained
 from slicewise.train.goodput_export import exporter
 from slicewise.train.goodput_log import Ledger, now_us
 from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s
 from slicewise.train.preemption import Preemption
 from slicewise.train.progress import Sink, reporter
 from slicewise.train.step import TrainState, TrainStep, build_train_step
+
+PROGRESS_INTERVAL_S = 5.0  # between two signs of life where log_every makes records rare
 
 
 def train(config: RunConfig, preemption: Preemption | None = None) -> ExitCode:
@@ -49,7 +51,11 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> ExitCode:
             mesh = build_mesh(config, cluster.found())
             step = build_train_step(config, mesh)
             stack.enter_context(jax.set_mesh(mesh))
-            code = _Run(config, step, report, stack, agreement, ledger).run()
+            run = _Run(config, step, report, stack, agreement, ledger)
+            try:
+                code = run.run()
+            except JaxRuntimeError as error:
+                raise explained(error, config, has_stepped=agreement.begun > 1) from error
         runtime.stop()
         ledger.is_complete = code == ExitCode.DONE
     return code
@@ -69,7 +75,12 @@ def _agreement(config: RunConfig, preemption: Preemption, report: Sink) -> Agree
 
 def _check(config: RunConfig) -> None:
     """Raises UserError for what would otherwise come to light only after training."""
-    data, metrics = config.data, config.metrics
+    data, metrics, kept = config.data, config.metrics, config.checkpoint
+    anomalies.check(config)
+    if kept.checkpoint_interval_s and kept.failures_per_day:
+        raise UserError(
+            "checkpoint_interval_s and failures_per_day both give an interval: set one of them to 0."
+        )
     if config.evaluation.eval_batches and not data.held_out_fraction and data.dataset != "synthetic":
         raise UserError(
             "held_out_fraction = 0 leaves nothing to evaluate on; set it above 0, or eval_batches=0."
@@ -99,7 +110,8 @@ class _Run:
         self.is_first = jax.process_index() == 0
         ledger.warn = self._say
         self.rows = local_rows(step)
-        self.store: Any = None
+        self.saver: Any = None
+        self.judge = anomalies.Judge(config.faults)
         self.start = 0
         directory = f"{config.directory}/checkpoints"
         if config.checkpoint.resume == "never":
@@ -108,7 +120,7 @@ class _Run:
             make_directory(config.local_directory)  # what cannot be written is to show before compiling
         # With checkpoint_every = 0 an older checkpoint is resumed all the same; several processes must agree on it.
         if config.checkpoint.checkpoint_every or jax.process_count() > 1 or complete_steps(directory):
-            self._open_store(directory)
+            self._open_saver()
 
     def _refuse_existing(self, checkpoints: str) -> None:
         metrics = self.config.local_directory / "metrics.jsonl"
@@ -118,43 +130,39 @@ class _Run:
                 " choose another run_name, delete that directory, or use resume=auto."
             )
 
-    def _open_store(self, directory: str) -> None:
-        from slicewise.checkpoint.store import CheckpointStore  # imports take a second: only where it is used
+    def _open_saver(self) -> None:
+        from slicewise.train.saving import Saver  # imports take a second: only where it is used
 
-        self.store = CheckpointStore(directory, keep=self.config.checkpoint.checkpoint_keep)
-        self.stack.callback(self.store.close)
-        self.start = self.store.latest() or 0
+        self.saver = Saver(self.config, self.agreement, self._say)
+        self.stack.callback(self.saver.store.close)
 
     def run(self) -> ExitCode:
         steps = self.config.run.steps
+        restored = self._restore()  # before compiling: a checkpoint may be refused
+        self.start = restored.step if restored else 0
         if self.start < steps:
-            state = self._train()
+            state = self._train(restored)
             if state is None:
                 return ExitCode.PREEMPTED
         else:
             self._say(f"{self.config.directory} is complete: {self.start} steps are done, steps = {steps}.")
-            self.ledger.now("restore")
-            state, _ = self._restore()
+            state = restored.state
         if self.config.evaluation.eval_batches:
             loss = self._evaluate(state)
             self._say(f"held-out loss {loss:.4f} nats/token, perplexity {math.exp(loss):.2f}")
         self.ledger.now("finish")
         if self.config.checkpoint.checkpoint_every:
-            self.store.wait()
+            self._finish_save(state)
             self._say(f"checkpoint {self.config.directory}/checkpoints/{max(steps, self.start)}")
         return ExitCode.DONE
 
-    def _train(self) -> TrainState | None:
+    def _train(self, restored: Any) -> TrainState | None:
         """Steps ``start`` + 1 to the last; None when it was asked to stop before that, and has saved.
 
         Compiling, opening the data and opening the logs go on side by side.
         """
         config = self.config
-        state, data_state = None, None
-        if self.start:
-            self.report({"event": "phase", "name": "restore"})
-            self.ledger.now("restore")
-            state, data_state = self._restore()  # before compiling: a checkpoint may be refused
+        state, data_state = (restored.state, restored.data_state) if restored else (None, None)
         with ThreadPoolExecutor(3) as background:
             loading = background.submit(self._open_loader, data_state)
             initialising = None if state else background.submit(self._compile_init)
@@ -172,39 +180,43 @@ class _Run:
         assert state is not None
         if writer:
             self.stack.callback(writer.close)
+        self._compare_data(restored, loader)
         meter = _Meter(self.config, self.step, self.report, writer)
         self._say(self._describe())
         for note in choices.notes(config, self.step.spec, self.step.mesh):
             self._say(note)
         self.ledger.now("step", from_step=self.start)
-        for number in range(self.start + 1, config.run.steps + 1):
-            if any(point.what == STOP for point in self.agreement.begin()):
-                meter.read_all()
-                self._end_profile()
-                self._save_and_stop(number - 1, state, loader)
-                return None
+        number, due = self.start, self._points()
+        while number < config.run.steps and STOP not in due:
+            number += 1
             self._profile(number, state)
             self.ledger.begins(number)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 batch = to_global(self.step, self.rows, self._next(loader, meter))
                 state, metrics = update(state, batch)
-            saves, evaluates = self._saves_at(number), self._evaluates_at(number)
-            is_edge = number in (self.start + 1, config.run.steps)
-            meter.finished(number, metrics, read_now=saves or evaluates or is_edge)
-            self.ledger.stepped(number, at_once=is_edge)
+            due = self._points() if number < config.run.steps else set()
+            evaluates = self._evaluates_at(number)
+            saves = self._saves_at(number) or bool(due) or (evaluates and self._keeps_best)
+            reads = saves or evaluates or number in (self.start + 1, config.run.steps)
+            self.judge.add(number, metrics)
+            if back := self._mend(reads, meter):
+                number, state = back.step, back.state
+                self.ledger.now("step", from_step=number)
+                continue
+            meter.finished(number, metrics, read_now=reads)
+            self.ledger.stepped(number, at_once=number == self.start + 1)
+            loss = self._evaluate_within(number, state, writer) if evaluates else None
             if saves:
                 self.ledger.now("save")
-                self._save(number, state, loader)
-            if evaluates:
-                loss = self._evaluate(state)
-                self._say(f"step {number}: held-out loss {loss:.4f} nats/token")
-                if writer:
-                    writer.write(number, {"held_out_loss": loss})
+                self._save(number, state, loader, loss)
             if saves or evaluates or number == self.start + 1:
                 self._check_logits(number, state, batch)
             if saves or evaluates:
                 meter.restart_clock()
                 self.ledger.now("step")
+        if STOP in due:
+            self._stop(number, state)
+            return None
         self._profile(config.run.steps + 1, state)
         return state
 
@@ -215,6 +227,52 @@ class _Run:
         if not meter.is_busy():
             self.ledger.waited(since_us)
         return rows
+
+    def _points(self) -> set[str]:
+        """Before a step: what is to be done first; a step that STOP is before is not taken."""
+        if self.saver:
+            self.saver.tick()
+        return {point.what for point in self.agreement.begin()}
+
+    def _mend(self, reads: bool, meter: "_Meter") -> Any:
+        """What follows from the steps that went wrong: nothing, or the checkpoint to go on from.
+
+        Raises UserError when the run has to stop.
+        """
+        faults = self.config.faults
+        while bad := self.judge.bad(now=reads):
+            if faults.on_bad_step == "stop":
+                raise anomalies.stopped(bad)
+            if faults.on_bad_step == "skip":
+                self.judge.skips(bad)
+                self._say(f"step {bad.step}: {bad.what}; its update is left out.")
+                continue
+            self.ledger.now("restore")
+            restored = self.saver.roll_back(self.step.abstract_state, bad.step - faults.rollback_steps)
+            self.judge.rolls_back(bad, restored.metadata.get("recent_losses", ()))
+            meter.rewind(restored.step)
+            self._say(
+                f"step {bad.step}: {bad.what}; goes back to step {restored.step}, and on with the data behind it."
+            )
+            return restored
+        return None
+
+    def _stop(self, number: int, state: TrainState) -> None:
+        """All was asked to stop, and the step just taken was to be saved."""
+        self._end_profile()
+        self._finish_save(state)
+        self._say(f"stops after step {number}: checkpoint {self.config.directory}/checkpoints/{number}")
+
+    def _finish_save(self, state: TrainState) -> None:
+        self.report({"event": "phase", "name": "save"})
+        self.saver.finish(state)
+
+    def _compare_data(self, restored: Any, loader: BatchLoader) -> None:
+        if restored:
+            from slicewise.train.saving import same_content
+
+            for line in same_content(restored, self.config, loader.fingerprint):
+                self._say(line)
 
     def _check_logits(self, number: int, state: TrainState, batch: dict) -> None:
         """Warns when the estimate that attention relies on is too low for the batch of this step."""
@@ -268,8 +326,12 @@ class _Run:
             self.report({"event": "text", "text": text})
 
     def _saves_at(self, number: int) -> bool:
-        every = self.config.checkpoint.checkpoint_every
-        return bool(every) and (number % every == 0 or number == self.config.run.steps)
+        return self.saver is not None and self.saver.is_due(number)
+
+    @property
+    def _keeps_best(self) -> bool:
+        kept = self.config.checkpoint
+        return bool(kept.checkpoint_every and kept.checkpoint_keep_best)
 
     def _evaluates_at(self, number: int) -> bool:
         """During the run; the evaluation at its end is not counted here."""
@@ -277,34 +339,35 @@ class _Run:
         is_on = bool(evaluation.eval_every and evaluation.eval_batches)
         return is_on and number % evaluation.eval_every == 0 and number < self.config.run.steps
 
-    def _save(self, number: int, state: TrainState, loader: BatchLoader) -> None:
+    def _save(self, number: int, state: TrainState, loader: BatchLoader, loss: float | None) -> None:
         data_state = np.zeros((self.config.data.global_batch_size, 2), np.int64)
         data_state[self.rows] = loader.state
-        if jax.process_count() > 1:  # rows held by several processes have equal states, absent ones are zero
-            data_state = multihost_utils.process_allgather(data_state).max(axis=0)
         metadata = {
-            "config": self.config.model_dump(),
-            "slicewise": slicewise.__version__,
             "compiler_options": self.step.compiler_options,
+            "data": loader.fingerprint,
+            "recent_losses": self.judge.recent,
+            "held_out_loss": loss,
         }
-        self.store.save(number, state, data_state=data_state, metadata=metadata)
+        self.saver.save(number, state, data_state=data_state, metadata=metadata)
 
-    def _save_and_stop(self, number: int, state: TrainState, loader: BatchLoader) -> None:
-        if number > self.start:
-            self.ledger.now("save")
-            self._save(number, state, loader)
-            self.store.wait()
-        self._say(f"stops after step {number}: checkpoint {self.config.directory}/checkpoints/{number}")
+    def _restore(self) -> Any:
+        """The newest good checkpoint, or None."""
+        if self.saver is None:
+            return None
+        if self.saver.store.latest() is not None:
+            self.report({"event": "phase", "name": "restore"})
+            self.ledger.now("restore")
+        restored = self.saver.restore(self.step.abstract_state)
+        if restored:
+            self.judge = anomalies.Judge(self.config.faults, restored.metadata.get("recent_losses", ()))
+        return restored
 
-    def _restore(self) -> tuple[TrainState, np.ndarray]:
-        restored = self.store.restore(self.start, self.step.abstract_state)
-        saved, rows = len(restored.data_state), self.config.data.global_batch_size
-        if saved != rows:
-            raise UserError(
-                f"checkpoint {self.config.directory}/checkpoints/{self.start} was made with global_batch_size ="
-                f" {saved}, the config says {rows}; keep it, or start another run_name."
-            )
-        return restored.state, restored.data_state
+    def _evaluate_within(self, number: int, state: TrainState, writer: MetricWriter | None) -> float:
+        loss = self._evaluate(state)
+        self._say(f"step {number}: held-out loss {loss:.4f} nats/token")
+        if writer:
+            writer.write(number, {"held_out_loss": loss})
+        return loss
 
     def _evaluate(self, state: TrainState) -> float:
         """Mean held-out loss in nats a token."""
@@ -357,7 +420,7 @@ class _Meter:
         self.flops_per_device = flops / step.mesh.devices.size
         self.peak = peak_flops_per_s(step.mesh)
         self.pending: list[tuple[int, dict]] = []
-        self.last_s = time.perf_counter()
+        self.last_s = self.reported_s = time.perf_counter()
 
     def finished(self, number: int, metrics: dict, *, read_now: bool) -> None:
         """Takes the results of step ``number`` and reads what it may of these and those of the step before."""
@@ -387,17 +450,20 @@ class _Meter:
         """Whether the devices still work on the last step that was begun."""
         return bool(self.pending) and not self.pending[-1][1]["loss"].is_ready()
 
+    def rewind(self, step: int) -> None:
+        """The steps after ``step`` are taken again."""
+        self.pending.clear()
+        if self.writer:
+            self.writer.rewind(step)
+        self.restart_clock()
+
     def restart_clock(self) -> None:
         """After a save or an evaluation, whose time is not the next step's."""
         self.last_s = time.perf_counter()
 
     def _record(self, number: int, values: dict[str, float], step_time_s: float) -> None:
-        for name in ("loss", "gradient_norm"):  # an infinite gradient spoils weights before the loss shows it
-            if not math.isfinite(values[name]):
-                raise UserError(
-                    f"{name} is {values[name]} at step {number}; lower learning_rate or lengthen warmup_steps."
-                    " Checkpoints of earlier steps are good."
-                )
+        if (what := anomalies.not_finite(values)) and self.config.faults.on_bad_step == "stop":
+            raise anomalies.stopped(anomalies.Bad(number, what))
         rate = self.flops_per_device / step_time_s
         values |= {
             "step_time_s": step_time_s,
@@ -405,7 +471,12 @@ class _Meter:
             "tflops_per_s_per_device": rate / 1e12,
             "mfu": rate / self.peak,
         }
+        now_s = time.perf_counter()
         if number % self.config.metrics.log_every == 0 or number == self.config.run.steps:
+            self.reported_s = now_s
             self.report({"event": "step", "step": number, "steps": self.config.run.steps, **values})
             if self.writer:
                 self.writer.write(number, values)
+        elif now_s - self.reported_s > PROGRESS_INTERVAL_S:
+            self.reported_s = now_s
+            self.report({"event": "progress", "step": number})

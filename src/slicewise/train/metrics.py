@@ -67,12 +67,20 @@ class MetricWriter:
         self._events = _EventFile(directory / "tensorboard", from_step) if tensorboard else None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        line = memoryview((json.dumps({"step": step, **values}) + "\n").encode())
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line = memoryview((json.dumps({"step": step, **finite}) + "\n").encode())
         with _writing(self._path):
             while line:  # a nearly full disk takes a part
                 line = line[self._file.write(line) :]
         if self._events:
-            self._events.write(step, values)
+            self._events.write(step, {name: value for name, value in finite.items() if value is not None})
+
+    def rewind(self, step: int) -> None:
+        """Drops the records after ``step``: the steps are taken again."""
+        with _writing(self._path):
+            self._file.truncate(_kept_bytes(self._path, step))
+        if self._events:
+            self._events.start(step)
 
     def flush(self) -> None:
         """Makes durable what was written: before a checkpoint, so that a run resumed from it has no gap."""
@@ -118,9 +126,15 @@ class _EventFile:
         with _writing(directory):
             directory.mkdir(exist_ok=True)
             self._file = EventsWriter(str(directory / "events"), filename_suffix=f".{from_step}")
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # hides events of lost steps
-            self._file.write_event(event_pb2.Event(step=from_step + 1, session_log=start))
         self._flushed_s = time.monotonic()
+        self.start(from_step)
+
+    def start(self, step: int) -> None:
+        """Hides the events of steps after ``step``, which were lost."""
+        event_pb2, _ = self._protos
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        with _writing(self._directory):
+            self._file.write_event(event_pb2.Event(step=step + 1, session_log=start))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         event_pb2, summary_pb2 = self._protos

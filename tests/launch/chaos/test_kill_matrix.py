@@ -10,7 +10,7 @@ from slicewise.launch.chaos import run
 from slicewise.launch.chaos.schedule import Schedule
 from slicewise.launch.policy import Watch
 from slicewise.launch.targets.local import parse_shape
-from slicewise.train.faults import Fault
+from slicewise.train.injection import Fault
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from slicewise.errors import UserError
 from slicewise.launch.chaos.schedule import KINDS, MOMENTS, describe, make, matrix, parse_kinds
 from slicewise.launch.targets.local import ClusterShape
-from slicewise.train.faults import Fault
+from slicewise.train.injection import Fault
 
 shapes = st.builds(ClusterShape, st.integers(1, 3), st.integers(1, 3), st.just(1))
 

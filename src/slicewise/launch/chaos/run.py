@@ -24,8 +24,8 @@ from slicewise.launch.job_folder import JobFolder, JobSpec
 from slicewise.launch.policy import Budgets, Watch
 from slicewise.launch.processes import KILL_WAIT_S
 from slicewise.launch.targets.local import ClusterShape
-from slicewise.train.faults import FAULTS, FIRED
 from slicewise.train.goodput import Account, account, read
+from slicewise.train.injection import FAULTS, FIRED
 
 MARK = "SLICEWISE_CHAOS"  # environment of every process of a schedule, by which those that are left are found
 POLL_S = 0.02

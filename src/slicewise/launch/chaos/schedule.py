@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slicewise.errors import UserError, did_you_mean
 from slicewise.launch.targets.local import ClusterShape
-from slicewise.train.faults import Fault, Kind, Moment
+from slicewise.train.injection import Fault, Kind, Moment
 
 KINDS: tuple[Kind, ...] = ("kill", "stop", "exception", "terminate", "corrupt", "disk-full")
 MOMENTS: tuple[Moment, ...] = ("imports", "compile", "step", "save", "restore", "finish")

@@ -16,7 +16,7 @@ from rich.console import Console
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch.attempt import FAILURE_GRACE_S, STOP_GRACE_S, Attempt, Supervision
 from slicewise.launch.job_folder import Claim, Ending, JobFolder, JobSpec
-from slicewise.launch.policy import Fault, fault_of
+from slicewise.launch.policy import Fault, Watch, fault_of
 from slicewise.launch.processes import Command, Gang
 from slicewise.launch.supervisor import Supervised
 from slicewise.launch.watchdog import Watchdog
@@ -117,13 +117,15 @@ def run_local(
     run_directory: Path | None = None,
     failure_grace_s: float = FAILURE_GRACE_S,
     stop_grace_s: float = STOP_GRACE_S,
+    watch: Watch | None = None,
 ) -> int:
     """Run ``python *command`` as every host of an emulated cluster; the exit code for this process.
 
     The first failure decides: its code where that is one of ExitCode, else INTERNAL (signals, aborts).
     Asked to stop before that (SIGINT, SIGTERM, SIGHUP), the processes get SIGTERM and ``stop_grace_s``;
     the code is then PREEMPTED if all ended by themselves and one said so, DONE if all had finished, else
-    128 + the signal: the state was not saved. When this process dies, even by SIGKILL, so do all of them.
+    128 + the signal: the state was not saved. With ``watch``, a process that makes no progress for so long has
+    failed, and all leave their stacks in their output. When this process dies, even by SIGKILL, so do all of them.
 
     ``log_directory`` gets slice0-host1.log and so on, with the raw output of each process; ``run_directory``
     the times of starts and ends.
@@ -142,7 +144,14 @@ def run_local(
     ]
     log = LaunchLog(run_directory)
     commands = _commands(command, shape, {**os.environ, **log.begin()}, logs)
-    attempt = _run(commands, console, log, failure_grace_s=failure_grace_s, stop_grace_s=stop_grace_s)
+    attempt = _run(
+        commands,
+        console,
+        log,
+        failure_grace_s=failure_grace_s,
+        stop_grace_s=stop_grace_s,
+        watchdog=Watchdog(watch, shape.processes) if watch else None,
+    )
     code = attempt.exit_code()
     log.stamp("done" if code == ExitCode.DONE else "wait")
     return code
