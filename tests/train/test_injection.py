@@ -79,6 +79,30 @@ def test_damage_changes_the_file(tmp_path, how):
         assert not path.exists() if how == "remove" else path.read_bytes() != bytes(range(1, 100))
 
 
+def test_the_newest_of_several_checkpoints_is_damaged(tmp_path):
+    from slicewise.checkpoint import manifest as layout
+
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    for seed in range(12):
+        for step in ("4", "8"):
+            for part in (layout.STATE, layout.MANIFEST):
+                (tmp_path / step / part).mkdir(parents=True, exist_ok=True)
+                (tmp_path / step / part / "data.json").write_text('{"x": 1}')
+            for mark in (layout.WRITTEN_MARK, layout.COMMIT_MARK):
+                (tmp_path / step / mark).write_text("{}")
+        before = files()
+        said = damage_newest(tmp_path, seed)
+        after = files()
+        changed = {path for path in before if after.get(path) != before[path]}
+        assert str(tmp_path / "8") in said
+        assert changed
+        assert all(path.is_relative_to(tmp_path / "8") for path in changed)
+    (tmp_path / "4" / layout.COMMIT_MARK).unlink()
+    assert damage_newest(tmp_path, 0) is None
+
+
 def test_without_a_complete_checkpoint_there_is_nothing_to_damage(tmp_path):
     assert damage_newest(tmp_path / "checkpoints", 0) is None
     Armed((Fault(1, "corrupt", (0,), "step"),), 0, tmp_path).reached("step", 1)

@@ -108,11 +108,14 @@ def armed(directory: Path, environment: Mapping[str, str] = os.environ) -> Calla
 
 
 def damage_newest(checkpoints: Path, seed: int) -> str | None:
-    """Damages one file of the newest complete checkpoint, or empties it; what was done, None when there is none."""
+    """Damages one file of the newest complete checkpoint, or empties it; what was done.
+
+    None, and nothing is done, unless there is an older one: a run whose only checkpoint is damaged stops and says so.
+    """
     from slicewise.checkpoint.manifest import complete_steps
 
     steps = complete_steps(str(checkpoints))
-    if not steps:
+    if len(steps) < 2:
         return None
     chosen = random.Random(seed)
     how, folder = chosen.choice(DAMAGES), checkpoints / str(steps[-1])

@@ -37,9 +37,10 @@ MATRIX = {
     ],
     "1x1x1": [
         Fault(1, "disk-full", (0,), "save", 2 * EVERY),
-        Fault(2, "kill", (0,), "restore", delay_s=0.05),
-        Fault(3, "terminate", SUPERVISOR, "step", EVERY + 1),
-        Fault(4, "kill", SUPERVISOR, "finish"),
+        Fault(2, "terminate", SUPERVISOR, "step", EVERY + 2),
+        Fault(3, "corrupt", (0,), "step", EVERY + 3, seed=3),
+        Fault(4, "kill", (0,), "restore", delay_s=0.05),
+        Fault(5, "kill", SUPERVISOR, "finish"),
     ],
 }
 
