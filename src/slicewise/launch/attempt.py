@@ -17,7 +17,7 @@ from slicewise.train.progress import ProgressDisplay
 
 FAILURE_GRACE_S = 3.0  # for the others after a failure: most can only hang or abort
 PREEMPTED_GRACE_S = 30.0  # after one that saved its state: the others take part in the same save
-DONE_GRACE_S = 600.0  # after the first that finished: longer than JAX's own shutdown barrier (300 s)
+DONE_GRACE_S = 90.0  # after the first that finished: longer than the barrier at which all leave (30 s)
 STOP_GRACE_S = 60.0  # after SIGTERM, to agree on a step and save it
 MAX_WAIT_S = 3600.0
 ORDERS_INTERVAL_S = 1.0  # between two looks at what a supervisor wants

@@ -8,6 +8,7 @@ from typing import Any
 
 from slicewise.checkpoint.manifest import complete_steps, read_manifest
 from slicewise.errors import UserError
+from slicewise.launch.attempt import DONE_GRACE_S
 from slicewise.launch.policy import MAX_DELAY_S, Watch
 from slicewise.launch.processes import KILL_WAIT_S
 from slicewise.train.goodput import Account, Stamp
@@ -82,6 +83,7 @@ def overlong(account: Account, watch: Watch) -> list[str]:
         "detect": max(watch.stall_timeout_s, watch.start_timeout_s),
         "stop": watch.failure_grace_s + KILL_WAIT_S,
         "delay": MAX_DELAY_S,
+        "finish": max(watch.stall_timeout_s, DONE_GRACE_S),
     }
     found = []
     for segment in account.segments:

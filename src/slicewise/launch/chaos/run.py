@@ -17,6 +17,7 @@ from typing import Any
 from slicewise.config import LoadedConfig, resolve_degrees
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch import job
+from slicewise.launch.attempt import DONE_GRACE_S
 from slicewise.launch.chaos import check
 from slicewise.launch.chaos.schedule import Schedule
 from slicewise.launch.guardian import Guardian
@@ -90,7 +91,8 @@ def disturbed(setup: Setup, schedule: Schedule, expected: check.Result, usual_s:
     name = f"seed-{schedule.seed}"
     shutil.rmtree(setup.folder / name, ignore_errors=True)
     faults = len(schedule.faults)
-    each_s = setup.watch.start_timeout_s + setup.watch.failure_grace_s + KILL_WAIT_S + 2.0**faults
+    waits_s = max(setup.watch.start_timeout_s, setup.watch.stall_timeout_s, DONE_GRACE_S)
+    each_s = waits_s + setup.watch.failure_grace_s + KILL_WAIT_S + 2.0**faults
     limit_s = (faults + 1) * 3 * usual_s + faults * each_s
     outcome = start(setup, name, schedule, starts=faults + 1, limit_s=limit_s)
     run, steps = setup.run_directory(name), setup.loaded.config.run.steps
