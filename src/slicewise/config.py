@@ -233,6 +233,8 @@ class Metrics(Part):
     """Steps between metric records."""
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
+    goodput_logger: str = ""
+    """Log of Google Cloud Logging to which ml-goodput-measurement reports as well; empty = none."""
     profile_from: NonNegativeInt = 0
     """First step of the profiling window."""
     profile_steps: NonNegativeInt = 0

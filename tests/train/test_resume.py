@@ -74,18 +74,21 @@ class Place:
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
-    def kill_when(self, condition, *arguments, victim=None, **options):
-        """Starts the run and, once ``condition()``, kills the process, or rank ``victim`` of the cluster it runs."""
+    def kill_when(self, condition, *arguments, **options):
+        """Starts the run and, once ``condition()``, kills the process, and with it what it runs."""
         with self.started(*arguments, **options) as process:
             wait_for(condition, process)
             below = ranks(process.pid)
-            os.kill(process.pid if victim is None else below[victim], signal.SIGKILL)
+            process.kill()
             code = process.wait(60)
-        assert code == (-signal.SIGKILL if victim is None else ExitCode.INTERNAL), self.output()
+        assert code == -signal.SIGKILL, self.output()
         wait_for(lambda: not any(map(is_alive, below.values())))
 
     def preempt_when(self, condition, *arguments, victim=None, **options):
-        """As ``kill_when``, with one SIGTERM; what it then prints. It ends by itself, having saved."""
+        """As ``kill_when``, with one SIGTERM, at rank ``victim`` of a cluster if one is given; what it then prints.
+
+        It ends by itself, having saved.
+        """
         with self.started(*arguments, **options) as process:
             wait_for(condition, process)
             below = ranks(process.pid)
@@ -95,11 +98,11 @@ class Place:
         assert not any(map(is_alive, below.values()))
         return self.output()
 
-    def kill_in_a_save(self, *arguments, victim=None, attempts=3):
+    def kill_in_a_save(self, *arguments, attempts=3):
         """Kills while a save is under way: it leaves an unfinished step that was not there before."""
         before = self.unfinished()
         for _ in range(attempts):
-            self.kill_when(lambda: self.unfinished() - before, *arguments, victim=victim)
+            self.kill_when(lambda: self.unfinished() - before, *arguments)
             if self.unfinished() - before:
                 return
         pytest.fail("every save was done before the kill arrived")
@@ -237,11 +240,8 @@ def test_killed_after_the_end_a_run_says_that_it_is_complete(place, undisturbed)
     assert_same(place, undisturbed)
 
 
-def test_a_cluster_of_which_a_part_is_killed_or_asked_to_stop_or_all_is_killed_resumes(
-    place, undisturbed_cluster
-):
-    place.kill_in_a_save(*CLUSTER, victim=1)
-    place.kill_when(lambda: place.completed() and place.has_taken(EVERY), *CLUSTER, victim=0)
+def test_a_cluster_that_is_killed_or_of_which_a_part_is_asked_to_stop_resumes(place, undisturbed_cluster):
+    """Parts that are killed: tests/launch/chaos."""
     place.kill_in_a_save(*CLUSTER)
     output = place.preempt_when(lambda: place.has_taken(EVERY + 2), *CLUSTER, victim=1)
     assert "SIGTERM: saves and stops, within 60 s" in output

@@ -39,9 +39,5 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
 
     Every process calls it with the same global arrays.
     """
-    return {name: f"{int(value):08x}" for name, value in jax.device_get(_digests(dict(arrays))).items()}
-
-
-@jax.jit  # one program, which is large enough for the cache of compiled ones
-def _digests(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: array_digest(x) for name, x in arrays.items()}
+    on_device = {name: array_digest(x) for name, x in arrays.items()}  # all dispatched before the first wait
+    return {name: f"{int(value):08x}" for name, value in jax.device_get(on_device).items()}

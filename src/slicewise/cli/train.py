@@ -88,11 +88,13 @@ def _train_locally(arguments: argparse.Namespace, config: "RunConfig") -> int:
     _degrees(config, shape)  # a mismatch is refused before anything starts
     command = ["-m", "slicewise", "train", *filter(None, [arguments.config]), *arguments.overrides]
     command += ["--debug"] if arguments.debug else []
+    here = config.local_directory
     return run_local(
         command,
         shape,
-        log_directory=config.local_directory / "logs",
+        log_directory=here / "logs",
         console=Console(),
+        run_directory=here,
         stop_grace_s=config.faults.stop_grace_s + LEAVING_S,
         watch=watch,
     )

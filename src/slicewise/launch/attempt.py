@@ -6,7 +6,7 @@ The first failure in time is the cause; what ends after it is a consequence, not
 import re
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -17,7 +17,7 @@ from slicewise.train.progress import ProgressDisplay
 
 FAILURE_GRACE_S = 3.0  # for the others after a failure: most can only hang or abort
 PREEMPTED_GRACE_S = 30.0  # after one that saved its state: the others take part in the same save
-DONE_GRACE_S = 600.0  # after the first that finished: longer than JAX's own shutdown barrier (300 s)
+DONE_GRACE_S = 90.0  # after the first that finished: longer than the barrier at which all leave (30 s)
 STOP_GRACE_S = 60.0  # after SIGTERM, to agree on a step and save it
 MAX_WAIT_S = 3600.0
 ORDERS_INTERVAL_S = 1.0  # between two looks at what a supervisor wants
@@ -95,6 +95,7 @@ class Attempt:
     stop_grace_s: float
     watchdog: Watchdog | None = None
     supervision: Supervision | None = None
+    on_failure: Callable[[], None] | None = None  # hears of the first
     failures: dict[int, _Failure] = field(default_factory=dict)  # by process id, in order of time
     asked: signal.Signals | None = None  # to stop, before anything had failed
     signals: int = 0
@@ -212,6 +213,8 @@ class Attempt:
             elif failure.message != self.cause.message:
                 self.display.print(f"{failure.child.name} (a consequence): {failure.message}")
             return
+        if self.on_failure:
+            self.on_failure()
         self._allow(PREEMPTED_GRACE_S if failure.code == ExitCode.PREEMPTED else self.failure_grace_s)
 
     def _allow(self, grace_s: float) -> None:

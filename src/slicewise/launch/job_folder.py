@@ -21,6 +21,7 @@ The highest attempt is the one that counts. Whoever works on a lower one is stal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationError
@@ -146,6 +147,21 @@ class JobFolder:
         """``root``: the folder itself, RUN/job: a path or a URL."""
         self.root = root
         self.folder: Folder = open_folder(root)
+
+    @property
+    def run(self) -> str:
+        """The folder of the run: a path or a URL."""
+        return self.root.rstrip("/").rpartition("/")[0]
+
+    @property
+    def run_directory(self) -> Path | None:
+        """The same where it is on this machine's disks."""
+        return None if "://" in self.root else Path(self.run)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For trainers, unless theirs says otherwise: compiled programs outlive the machine that compiled them."""
+        return {"JAX_COMPILATION_CACHE_DIR": f"{self.run}/compiled"}
 
     # ------------------------------------------------------------ what to do
 

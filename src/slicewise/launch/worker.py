@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from slicewise.errors import UserError
+from slicewise.errors import ExitCode, UserError
 from slicewise.launch.environment import STALE, place_environment
 from slicewise.launch.job_folder import Claim, JobFolder, JobSpec
 from slicewise.launch.leader import Ended
@@ -18,6 +18,7 @@ from slicewise.launch.trainer import Trainer
 from slicewise.launch.worker_files import WorkerFiles
 from slicewise.launch.workers import Worker
 from slicewise.train.elastic import ALL_SLICES
+from slicewise.train.goodput_log import LaunchLog
 
 POLL_S = 0.5  # how often an agent looks into a folder on disk
 BUCKET_POLL_S = 2.0  # and in a bucket
@@ -88,7 +89,9 @@ def run_trainer(
     """Runs the trainer of one attempt to its end, calling ``look`` at every interval. Raises what ``look`` raises."""
     name, supervised = name_of(spec, place), Supervised(job, claim)
     leads = environment.get("SLICEWISE_PROCESS_ID", "0") == "0"
+    log = LaunchLog(job.run_directory if leads else None)
     environment = {
+        **job.environment,
         **environment,
         "SLICEWISE_PLACE": name,
         ALL_SLICES: str(spec.slices),
@@ -108,6 +111,7 @@ def run_trainer(
     try:
         with WorkerFiles(job, spec, claim.attempt) as files:
             environment |= files.python_path(environment.get("PYTHONPATH", ""))
+            environment |= log.begin()
             with Trainer(files, name, environment, spec.watch, saw, say) as trainer:
                 while trainer.code is None:
                     trainer.poll(poll_interval_s(job))
@@ -117,4 +121,5 @@ def run_trainer(
     except UserError as error:  # before the trainer began
         say(f"slicewise: {error}")
         return Ended(error.code, time.time(), str(error))
+    log.stamp("done" if trainer.code == ExitCode.DONE else "wait")
     return Ended(trainer.code, trainer.ended, trainer.message, trainer.asked is not None)

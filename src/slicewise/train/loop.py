@@ -24,6 +24,8 @@ from slicewise.train.batches import held_out, local_rows, to_global
 from slicewise.train.corruption import Checks
 from slicewise.train.elastic import Fitted
 from slicewise.train.faults import explained
+from slicewise.train.goodput_export import exporter
+from slicewise.train.goodput_log import Ledger, now_us
 from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s
 from slicewise.train.preemption import Preemption
 from slicewise.train.progress import Sink, reporter
@@ -39,22 +41,30 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> ExitCode:
     DONE, or PREEMPTED when it was asked to stop, by way of ``preemption``, and has saved.
     """
     _check(config)
-    runtime.start()
-    with contextlib.ExitStack() as stack:
-        report = stack.enter_context(reporter())
-        agreement = _agreement(config, preemption or Preemption(), report)
-        stack.callback(agreement.close)
-        slices = cluster.found()
-        fitted = elastic.fit(config, num_slices=slices.num_slices, devices_per_slice=slices.devices_per_slice)
-        mesh = build_mesh(fitted.config, slices)
-        step = build_train_step(fitted.config, mesh)
-        stack.enter_context(jax.set_mesh(mesh))
-        run = _Run(fitted, step, slices, report, stack, agreement)
-        try:
-            code = run.run()
-        except JaxRuntimeError as error:
-            raise explained(error, config, has_stepped=agreement.begun > 1) from error
-    runtime.stop()
+    with Ledger(config.local_directory) as ledger:
+        ledger.now("join")
+        runtime.start()
+        if config.metrics.goodput_logger and jax.process_index() == 0:
+            ledger.attach(exporter(config))
+        ledger.joined(jax.process_index() == 0)
+        with contextlib.ExitStack() as stack:
+            report = stack.enter_context(reporter())
+            agreement = _agreement(config, preemption or Preemption(), report)
+            stack.callback(agreement.close)
+            slices = cluster.found()
+            fitted = elastic.fit(
+                config, num_slices=slices.num_slices, devices_per_slice=slices.devices_per_slice
+            )
+            mesh = build_mesh(fitted.config, slices)
+            step = build_train_step(fitted.config, mesh)
+            stack.enter_context(jax.set_mesh(mesh))
+            run = _Run(fitted, step, slices, report, stack, agreement, ledger)
+            try:
+                code = run.run()
+            except JaxRuntimeError as error:
+                raise explained(error, config, has_stepped=agreement.begun > 1) from error
+        runtime.stop()
+        ledger.is_complete = code == ExitCode.DONE
     return code
 
 
@@ -100,12 +110,14 @@ class _Run:
         report: Sink,
         stack: contextlib.ExitStack,
         agreement: Agreement,
+        ledger: Ledger,
     ):
         self.config, self.step, self.report, self.stack = fitted.config, step, report, stack
-        self.fitted, self.slices, self.agreement = fitted, slices, agreement
+        self.fitted, self.slices, self.agreement, self.ledger = fitted, slices, agreement, ledger
         config = fitted.config
         self.is_profiling = False
         self.is_first = jax.process_index() == 0
+        ledger.warn = self._say
         self.rows = local_rows(step)
         self.saver: Any = None
         self.judge = anomalies.Judge(config.faults)
@@ -156,6 +168,7 @@ class _Run:
         if self.config.evaluation.eval_batches:
             loss = self._evaluate(state)
             self._say(f"held-out loss {loss:.4f} nats/token, perplexity {math.exp(loss):.2f}")
+        self.ledger.now("finish")
         if self.config.checkpoint.checkpoint_every:
             self._finish_save(state)
             self.saver.clear_local()
@@ -175,10 +188,12 @@ class _Run:
             initialising = None if state else background.submit(self._compile_init)
             writing = background.submit(self._open_writer) if self.is_first else None
             self.report({"event": "phase", "name": "compile"})
+            self.ledger.now("compile")
             update = self._compile_update()
             loader = loading.result()
             self.stack.callback(loader.close)
             cluster.wait_for_all("compiled")
+            self.ledger.now("prepare")
             if initialising:
                 state = initialising.result()()
             writer = writing.result() if writing else None
@@ -190,12 +205,14 @@ class _Run:
         self._say(self._describe())
         for note in choices.notes(config, self.step.spec, self.step.mesh):
             self._say(note)
+        self.ledger.now("step", from_step=self.start)
         number, due = self.start, self._points()
         while number < config.run.steps and STOP not in due:
             number += 1
             self._profile(number, state)
+            self.ledger.begins(number)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
-                batch = to_global(self.step, self.rows, next(loader))
+                batch = to_global(self.step, self.rows, self._next(loader, meter))
                 state, metrics = checks.step(number, update, state, batch)
             due = self._points() if number < config.run.steps else set()
             evaluates = self._evaluates_at(number)
@@ -203,24 +220,36 @@ class _Run:
             locally = self.saver is not None and self.saver.is_due_locally(number, stops=STOP in due)
             if saves or locally:
                 checks.before_save(number, state)
-            reads = saves or locally or evaluates or number == config.run.steps
+            reads = saves or locally or evaluates or number in (self.start + 1, config.run.steps)
             self.judge.add(number, metrics)
             if back := self._mend(reads, meter):
                 number, state = back.step, back.state
+                self.ledger.now("step", from_step=number)
                 continue
             meter.finished(number, metrics, read_now=reads)
+            self.ledger.stepped(number, at_once=number == self.start + 1)
             loss = self._evaluate_within(number, state, writer) if evaluates else None
             if saves or locally:
+                self.ledger.now("save")
                 self._save(number, state, loader, loss, shared=saves, locally=locally)
             if saves or evaluates or number == self.start + 1:
                 self._check_logits(number, state, batch)
             if saves or locally or evaluates:
                 meter.restart_clock()
+                self.ledger.now("step")
         if STOP in due:
             self._stop(number, state)
             return None
         self._profile(config.run.steps + 1, state)
         return state
+
+    def _next(self, loader: Turns, meter: "_Meter") -> Any:
+        """The rows of the next step. Waiting for them is accounted for only when the devices had nothing to do."""
+        since_us = now_us()
+        rows = next(loader)
+        if not meter.is_busy():
+            self.ledger.waited(since_us)
+        return rows
 
     def _points(self) -> set[str]:
         """Before a step: what is to be done first; a step that STOP is before is not taken."""
@@ -241,6 +270,7 @@ class _Run:
                 self.judge.skips(bad)
                 self._say(f"step {bad.step}: {bad.what}; its update is left out.")
                 continue
+            self.ledger.now("restore")
             restored = self.saver.roll_back(self.step.abstract_state, bad.step - faults.rollback_steps)
             self.judge.rolls_back(bad, restored.metadata.get("recent_losses", ()))
             meter.rewind(restored.step)
@@ -362,6 +392,7 @@ class _Run:
             return None
         if self.saver.newest() is not None:
             self.report({"event": "phase", "name": "restore"})
+            self.ledger.now("restore")
         restored = self.saver.restore(self.step.abstract_state)
         if restored:
             self.judge = anomalies.Judge(self.config.faults, restored.metadata.get("recent_losses", ()))
@@ -377,6 +408,7 @@ class _Run:
     def _evaluate(self, state: TrainState) -> float:
         """Mean held-out loss in nats a token."""
         self.report({"event": "phase", "name": "evaluate"})
+        self.ledger.now("evaluate")
         return mean_loss(self.config, self.step, state.params)
 
     def _profile(self, number: int, state: TrainState) -> None:
@@ -449,6 +481,10 @@ class _Meter:
             self._record(n, values, (now_s - self.last_s) / read)
         if done:
             self.last_s = now_s
+
+    def is_busy(self) -> bool:
+        """Whether the devices still work on the last step that was begun."""
+        return bool(self.pending) and not self.pending[-1][1]["loss"].is_ready()
 
     def rewind(self, step: int) -> None:
         """The steps after ``step`` are taken again."""

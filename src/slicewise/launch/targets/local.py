@@ -23,6 +23,7 @@ from slicewise.launch.processes import Command, Gang
 from slicewise.launch.watchdog import Watchdog
 from slicewise.launch.worker_files import WorkerFiles
 from slicewise.train.elastic import ALL_SLICES
+from slicewise.train.goodput_log import LaunchLog
 from slicewise.train.progress import ProgressDisplay
 
 MAX_PROCESSES = 64
@@ -115,6 +116,7 @@ def run_local(
     *,
     log_directory: Path | None,
     console: Console,
+    run_directory: Path | None = None,
     failure_grace_s: float = FAILURE_GRACE_S,
     stop_grace_s: float = STOP_GRACE_S,
     watch: Watch | None = None,
@@ -127,7 +129,8 @@ def run_local(
     128 + the signal: the state was not saved. With ``watch``, a process that makes no progress for so long has
     failed, and all leave their stacks in their output. When this process dies, even by SIGKILL, so do all of them.
 
-    ``log_directory`` gets slice0-host1.log and so on, with the raw output of each process.
+    ``log_directory`` gets slice0-host1.log and so on, with the raw output of each process; ``run_directory``
+    the times of starts and ends.
     Raises UserError when the processes or their logs cannot be started.
     """
     if log_directory is not None:
@@ -141,15 +144,19 @@ def run_local(
         log_directory / f"slice{slice_id}-host{host}.log" if log_directory else None
         for slice_id, host in map(shape.place, range(shape.processes))
     ]
-    commands = _commands(command, shape, os.environ, logs)
+    log = LaunchLog(run_directory)
+    commands = _commands(command, shape, {**os.environ, **log.begin()}, logs)
     attempt = _run(
         commands,
         console,
+        log,
         failure_grace_s=failure_grace_s,
         stop_grace_s=stop_grace_s,
         watchdog=Watchdog(watch, shape.processes) if watch else None,
     )
-    return attempt.exit_code()
+    code = attempt.exit_code()
+    log.stamp("done" if code == ExitCode.DONE else "wait")
+    return code
 
 
 def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -> Ending | None:
@@ -158,19 +165,21 @@ def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -
     if slices is None:
         return _ended_waiting(job, claim)
     shape = ClusterShape(len(slices), spec.hosts_per_slice, spec.cpu_devices)
-    supervision = elastic.Watched(job, spec, claim, slices)
+    supervision, log = elastic.Watched(job, spec, claim, slices), LaunchLog(job.run_directory)
     places = [
         spec.place(n * spec.hosts_per_slice + host) for n in slices for host in range(spec.hosts_per_slice)
     ]
     with WorkerFiles(job, spec, claim.attempt) as files:
         logs = [files.log(place) for place in places]
-        base = {**os.environ, **spec.environment, "SLICEWISE_ATTEMPT": str(claim.attempt)}
+        base = {**job.environment, **os.environ, **spec.environment, "SLICEWISE_ATTEMPT": str(claim.attempt)}
+        base |= log.begin()
         base |= files.python_path(base.get("PYTHONPATH", ""))
         base |= {ALL_SLICES: str(spec.slices)}
         commands = _commands(files.command, shape, base, logs, files.directory, slices)
         attempt = _run(
             commands,
             console,
+            log,
             failure_grace_s=spec.watch.failure_grace_s,
             stop_grace_s=spec.watch.stop_grace_s,
             watchdog=Watchdog(spec.watch, shape.processes),
@@ -178,17 +187,21 @@ def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -
         )
     if attempt.abandoned:
         return None
+    log.stamp("done" if attempt.exit_code() == ExitCode.DONE else "wait" if supervision.lost else "delay")
+    return _ending(attempt, supervision, claim)
+
+
+def _ending(attempt: Attempt, supervision: elastic.Watched, claim: Claim) -> Ending:
     code = attempt.exit_code()
-    if supervision.lost and code not in (ExitCode.DONE, ExitCode.USER):
-        why = f"{elastic.several(supervision.lost)} lost"
-        return Ending(Fault.PREEMPTION, ExitCode.PREEMPTED, why, claim.attempt, claim.submission)
     stopped = attempt.asked is not None and code != ExitCode.DONE
-    if stopped and supervision.grows and not attempt.signals:
-        return Ending(
-            Fault.RESTART, ExitCode.RESTART, "lost slices are back", claim.attempt, claim.submission
-        )
-    fault = Fault.CANCELLED if stopped else fault_of(code)
-    why = f"asked to stop by {attempt.asked.name}" if attempt.asked and stopped else attempt.why()
+    if supervision.lost and code not in (ExitCode.DONE, ExitCode.USER):
+        fault, code, why = Fault.PREEMPTION, ExitCode.PREEMPTED, f"{elastic.several(supervision.lost)} lost"
+    elif stopped and supervision.grows and not attempt.signals:
+        fault, code, why = Fault.RESTART, ExitCode.RESTART, "lost slices are back"
+    elif attempt.asked and stopped:
+        fault, why = Fault.CANCELLED, f"asked to stop by {attempt.asked.name}"
+    else:
+        fault, why = fault_of(code), attempt.why()
     return Ending(fault, code, why, claim.attempt, claim.submission)
 
 
@@ -205,6 +218,7 @@ def _ended_waiting(job: JobFolder, claim: Claim) -> Ending | None:
 def _run(
     commands: Sequence[Command],
     console: Console,
+    log: LaunchLog,
     *,
     failure_grace_s: float,
     stop_grace_s: float,
@@ -214,7 +228,15 @@ def _run(
     with Gang() as gang:
         gang.start(commands)
         with ProgressDisplay(console) as display:
-            attempt = Attempt(gang, display, failure_grace_s, stop_grace_s, watchdog, supervision)
+            attempt = Attempt(
+                gang,
+                display,
+                failure_grace_s,
+                stop_grace_s,
+                watchdog,
+                supervision,
+                on_failure=lambda: log.stamp("stop"),
+            )
             attempt.watch()
     attempt.print_cause()
     return attempt
