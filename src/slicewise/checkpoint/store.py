@@ -65,15 +65,14 @@ class CheckpointStore:
         return max(self._steps(), default=None)
 
     def _steps(self) -> list[int]:
-        """The complete ones, ascending, which all processes see alike."""
+        """The complete ones as process 0 sees them, ascending. Raises UserError when another one lacks the newest."""
         seen = [
-            json.loads(steps)
-            for steps in together.gather("steps", json.dumps(complete_steps(self.directory)))
+            json.loads(found)
+            for found in together.gather("steps", json.dumps(complete_steps(self.directory)))
         ]
-        if any(steps != seen[0] for steps in seen):
-            fewest = min(
-                range(len(seen)), key=lambda process: (max(seen[process], default=-1), len(seen[process]))
-            )
+        newest = [max(steps, default=-1) for steps in seen]
+        if len(set(newest)) > 1:
+            fewest = newest.index(min(newest))
             raise self._not_shared(f"process {fewest} sees fewer checkpoints than others")
         return seen[0]
 
@@ -170,8 +169,7 @@ class CheckpointStore:
             for newer, why in bad.items():
                 reason = why.what if isinstance(why, DamagedStep) else f"{why}"
                 say(f"{reason} It is quarantined, and step {step} used.")
-                if jax.process_index() == 0:
-                    layout.quarantine(self.directory, newer, reason)
+                self._by_first("quarantine", lambda: layout.quarantine(self.directory, newer, reason))  # noqa: B023
             for line in layout.passed_over(self.directory, step) if at_most is None else ():
                 if not any(f"/{newer} " in line for newer in bad):
                     say(line)
@@ -183,13 +181,8 @@ class CheckpointStore:
     def drop_after(self, step: int) -> None:
         """Deletes newer steps: a run that went back to ``step`` takes another way from there."""
         self.wait()
-
-        def dropped() -> None:
-            if jax.process_index() == 0:
-                for newer in [s for s in complete_steps(self.directory) if s > step]:
-                    self._delete(newer)
-
-        _on_all("drop", dropped)
+        for newer in [found for found in self._steps() if found > step]:
+            self._by_first("drop", lambda: self._delete(newer))  # noqa: B023
 
     def wait(self) -> int | None:
         """Returns when no save runs: the step that has become durable since the last call, if one has.
@@ -217,6 +210,15 @@ class CheckpointStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _by_first(self, name: str, action: Callable[[], None]) -> None:
+        """``action`` on process 0, and done when this returns on any."""
+
+        def acted() -> None:
+            if jax.process_index() == 0:
+                action()
+
+        _on_all(name, acted)
 
     def _path(self, step: int) -> epath.Path:
         return epath.Path(self.directory) / str(step)
