@@ -4,7 +4,7 @@
 
 BIN := .venv/bin
 # What the tests use.
-EXTRAS := $(addprefix --extra ,train text report quantization compile ssh emulator job kubernetes)
+EXTRAS := $(addprefix --extra ,train text report quantization compile ssh emulator job kubernetes goodput)
 .PHONY: demo test check docs lock clean
 
 demo: .venv/ready

@@ -148,6 +148,10 @@ class Parallelism(Part):
     """Slices that share heads, MLP columns and the vocabulary."""
     context_strategy: ContextStrategy = "all_gather"
     """How attention crosses the context axis: keys and values gathered, passed round a ring, or heads exchanged."""
+    elastic: Literal["off", "accumulate", "batch"] = "off"
+    """A job that lost slices goes on with the others: same batch by gradient accumulation, or smaller batches."""
+    min_slices: PositiveInt = 1
+    """Fewest slices with which an elastic job goes on."""
 
     def degrees(self, network: Literal["ici", "dcn"]) -> dict[str, int]:
         """The degree asked for on each axis over one network, -1 where it fills."""
@@ -198,12 +202,28 @@ class Optimizer(Part):
 class Checkpoint(Part):
     checkpoint_every: NonNegativeInt = 100
     """Steps between checkpoints (one more at the end); 0 = none."""
+    checkpoint_interval_s: NonNegativeFloat = 0.0
+    """Seconds between checkpoints, in place of checkpoint_every; 0 = by steps."""
+    failures_per_day: NonNegativeFloat = 0.0
+    """Of the whole job; above 0 checkpoints come at the interval of best expected goodput."""
     checkpoint_keep: PositiveInt = 3
     """Newest checkpoints kept."""
+    checkpoint_keep_every: NonNegativeInt = 0
+    """Also keeps for good the first checkpoint at or after each multiple of so many steps; 0 = none."""
+    checkpoint_keep_best: NonNegativeInt = 0
+    """Also keeps so many with the lowest loss of eval_every's evaluations, each of which then saves; 0 = none."""
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the run's newest complete checkpoint; never refuses to touch an existing run."""
     initial_weights: str = ""
     """Where the weights of a new run come from: a Hugging Face folder or another run; empty = random."""
+    local_checkpoint_directory: str = ""
+    """Where each host keeps its own part of the newest states: a disk of its own, or memory such as /dev/shm."""
+    local_checkpoint_every: NonNegativeInt = 0
+    """Steps between local checkpoints; 0 = none."""
+    replica_check_every: NonNegativeInt = 0
+    """Steps between comparisons, bit by bit, of what data-parallel replicas hold; 0 = none."""
+    replay_check_every: NonNegativeInt = 0
+    """Steps between steps that are taken twice, to compare their results; 0 = none."""
 
 
 class Lora(Part):
@@ -215,6 +235,17 @@ class Lora(Part):
     """Regular expression for the matrices with adapters, such as w[qv]; empty = all but routed experts."""
     lora_base_dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"
     """How the frozen matrices are kept; int8 has one scale a column."""
+
+
+class Faults(Part):
+    stop_grace_s: PositiveFloat = 60.0
+    """Seconds from a request to stop, or the notice of a preemption, in which the state is saved."""
+    on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
+    """What follows a loss or gradient that is no number, and with stop or rollback a spike."""
+    loss_spike_ratio: float = Field(0.0, ge=0)
+    """A loss of so many times the median of the last 16 is a spike; 0 = there are none."""
+    rollback_steps: PositiveInt = 1
+    """With rollback: how far before the bad step the checkpoint lies, at least. Data go on behind the bad step."""
 
 
 class Evaluation(Part):
@@ -229,6 +260,8 @@ class Metrics(Part):
     """Steps between metric records."""
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
+    goodput_logger: str = ""
+    """Log of Google Cloud Logging to which ml-goodput-measurement reports as well; empty = none."""
     profile_from: NonNegativeInt = 0
     """First step of the profiling window."""
     profile_steps: NonNegativeInt = 0
@@ -246,6 +279,7 @@ class RunConfig(Part):
     optimizer: Optimizer = Optimizer()
     lora: Lora = Lora()
     checkpoint: Checkpoint = Checkpoint()
+    faults: Faults = Faults()
     evaluation: Evaluation = Evaluation()
     metrics: Metrics = Metrics()
 

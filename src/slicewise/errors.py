@@ -20,6 +20,7 @@ class ExitCode(IntEnum):
     RATE_LIMITED = 78  # too many requests
     QUOTA = 79  # a quota is used up
     NO_SLICES = 80  # the queued resource failed, or lost its slices
+    CORRUPTION = 85  # a device computed or kept something wrongly: replace it
     TIMEOUT = 124  # still waiting when the time was over
 
 

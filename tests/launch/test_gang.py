@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -225,6 +226,29 @@ def test_a_cancelled_job_saves_everywhere_and_agents_end(gang):
 
 
 @multiprocess
+def test_a_trainer_that_the_platform_and_the_leader_ask_to_stop_is_asked_once(gang):
+    """A second SIGTERM would end it before it has saved."""
+    gang.submit("""
+        def save(*_):
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+            time.sleep(2)
+            print("saved", flush=True)
+            os._exit(76)
+        signal.signal(signal.SIGTERM, save)
+        time.sleep(60 if attempt == 1 else 0)
+    """)
+    _, asked = gang.start_all()
+    eventually(lambda: gang.job.progress(1) and b"step" in gang.job.log(1, "s1h0"))
+    asked.terminate()
+    assert asked.wait(20) == ExitCode.PREEMPTED
+    assert b"saved" in gang.job.log(1, "s1h0")
+    gang.start(1)
+    assert gang.codes() == [0, ExitCode.PREEMPTED, 0], gang.log(0)
+    assert b"saved" in gang.job.log(1, "s0h0")
+    assert gang.job.current().tally == Tally(preemptions=1)
+
+
+@multiprocess
 def test_agents_stop_when_the_folder_of_the_job_is_deleted(gang):
     gang.submit("time.sleep(60)")
     gang.start_all()
@@ -250,6 +274,57 @@ def test_an_agent_that_the_job_has_no_place_for_says_so(gang):
     assert "this machine is host 0 of slice 1, but the job was submitted for 1 slices of 1 hosts" in gang.log(
         1
     )
+
+
+# ---------------------------------------------------------------- elastic jobs
+
+ELASTIC = {"elastic_sizes": (1,), "budgets": Budgets(failures=0)}
+ENDS_WITH_TWO = """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(76))
+    print("rank", rank, "of", os.environ["SLICEWISE_NUM_SLICES"], os.environ["SLICEWISE_ALL_SLICES"], flush=True)
+    print("at", os.environ["SLICEWISE_PLACE"], flush=True)
+    if attempt == 1 or os.environ["SLICEWISE_NUM_SLICES"] == "1":
+        time.sleep(60)
+"""
+
+
+@multiprocess
+def test_an_elastic_gang_goes_on_without_a_lost_slice_and_grows_when_it_is_back(gang):
+    gang.submit(ENDS_WITH_TWO, watch=Watch(replacement_wait_s=1.0), **ELASTIC)
+    first = gang.start_all()
+    eventually(lambda: b"rank 1 of 2 2" in gang.job.log(1, "s1h0") and gang.job.progress(1))
+    os.killpg(first[1].pid, signal.SIGKILL)
+    kill_trainer(first[0])
+    eventually(lambda: b"rank 0 of 1 2" in gang.job.log(2, "s0h0"), 60)
+    gang.start(1)
+    assert gang.codes() == [0, -signal.SIGKILL, 0], gang.log(0)
+    endings = [gang.job.attempt_ending(n) for n in (1, 2, 3)]
+    assert [ending.fault for ending in endings] == [Fault.PREEMPTION, Fault.RESTART, Fault.NONE]
+    assert b"rank 1 of 2 2\nat s1h0" in gang.job.log(3, "s1h0")
+
+
+@multiprocess
+def test_when_the_leader_of_an_elastic_gang_is_lost_a_deputy_leads_until_it_is_back(gang):
+    gang.submit(ENDS_WITH_TWO, watch=Watch(replacement_wait_s=1.0), **ELASTIC)
+    first = gang.start_all()
+    eventually(lambda: b"rank 1 of 2 2" in gang.job.log(1, "s1h0") and gang.job.progress(1))
+    os.killpg(first[0].pid, signal.SIGKILL)
+    kill_trainer(first[1])
+    eventually(lambda: b"rank 0 of 1 2\nat s1h0" in gang.job.log(2, "s1h0"), 60)
+    assert "nobody leads: s1h0 does from now on" in gang.log(1)
+    assert gang.job.attempt_ending(1).why == "the leader was lost or restarted"
+    gang.start(0)
+    assert gang.codes() == [-signal.SIGKILL, 0, 0], gang.log(0) + gang.log(1)
+    result = gang.job.result(SUBMISSION)
+    assert (result.state, result.attempt) == ("done", 3)
+    assert b"rank 0 of 2 2\nat s0h0" in gang.job.log(3, "s0h0")
+
+
+def kill_trainer(agent):
+    """It dies, as one does whose peer is gone."""
+    for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
+        if b"trainer.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+            os.kill(int(child), signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- judging

@@ -7,7 +7,21 @@ import traceback
 from collections.abc import Sequence
 
 from slicewise import __version__
-from slicewise.cli import bench, compile, emulator, flags, job, plan, plan_more, qr, roofline, run, train
+from slicewise.cli import (
+    bench,
+    chaos,
+    compile,
+    emulator,
+    flags,
+    goodput,
+    job,
+    plan,
+    plan_more,
+    qr,
+    roofline,
+    run,
+    train,
+)
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import ExitCode, UserError
 
@@ -84,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     flags.register(verbs)
     emulator.register(verbs)
     job.register(verbs)
+    goodput.register(verbs)
+    chaos.register(verbs)
     qr.register(verbs)
     run.register(verbs)
     return parser

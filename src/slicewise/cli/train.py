@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slicewise.cli.verbs import Verbs
-from slicewise.errors import ExitCode
 
 if TYPE_CHECKING:
     from slicewise.config import AxisDegrees, LoadedConfig, RunConfig
     from slicewise.launch.targets.local import ClusterShape
+
+LEAVING_S = 5.0  # from a checkpoint that is complete to the end of the process that was asked to stop
 
 
 def register(verbs: Verbs) -> None:
@@ -18,6 +19,10 @@ def register(verbs: Verbs) -> None:
     takes_config(sub)
     local = "emulate a cluster here: slices x hosts per slice x devices per host, such as 2x2x2"
     sub.add_argument("--local", metavar="SxHxD", help=local)
+    start = "with --local: most time without a sign of life before the first step (default 30min)"
+    sub.add_argument("--start-timeout", default="30min", metavar="T", help=start)
+    stall = "with --local: most time without progress after it (default 5min)"
+    sub.add_argument("--stall-timeout", default="5min", metavar="T", help=stall)
 
     sub = verbs.add("config", _config, "print the resolved config, with where each value came from")
     takes_config(sub)
@@ -71,10 +76,12 @@ def _train(arguments: argparse.Namespace) -> int:
         from slicewise.train.progress import dump_stacks_when_asked
 
         dump_stacks_when_asked()  # before the slow imports, which may be where it is stuck
-        from slicewise.train.loop import train
+        from slicewise.train.preemption import Preemption
 
-        train(config)
-        return ExitCode.DONE
+        with Preemption() as preemption:
+            from slicewise.train.loop import train
+
+            return train(config, preemption)
     finally:
         gc.enable()
 
@@ -82,13 +89,29 @@ def _train(arguments: argparse.Namespace) -> int:
 def _train_locally(arguments: argparse.Namespace, config: "RunConfig") -> int:
     from rich.console import Console
 
+    from slicewise.cli import quantities
+    from slicewise.launch.policy import Watch
     from slicewise.launch.targets.local import parse_shape, run_local
+
+    watch = Watch(
+        start_timeout_s=quantities.seconds(arguments.start_timeout, "--start-timeout"),
+        stall_timeout_s=quantities.seconds(arguments.stall_timeout, "--stall-timeout"),
+    )
 
     shape = parse_shape(arguments.local)
     _degrees(config, shape)  # a mismatch is refused before anything starts
     command = ["-m", "slicewise", "train", *filter(None, [arguments.config]), *arguments.overrides]
     command += ["--debug"] if arguments.debug else []
-    return run_local(command, shape, log_directory=config.local_directory / "logs", console=Console())
+    here = config.local_directory
+    return run_local(
+        command,
+        shape,
+        log_directory=here / "logs",
+        console=Console(),
+        run_directory=here,
+        stop_grace_s=config.faults.stop_grace_s + LEAVING_S,
+        watch=watch,
+    )
 
 
 def _degrees(config: "RunConfig", shape: "ClusterShape") -> "AxisDegrees":

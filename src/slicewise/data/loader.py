@@ -4,6 +4,7 @@ Dims: R rows of this host, T tokens of a row.
 """
 
 import functools
+import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,7 +28,8 @@ class BatchLoader:
     ``rows`` are the rows of the global batch this host needs, sorted. Row r is the same whichever host reads
     it: a function of the dataset, the seed and the step. ``state`` [R, 2] goes on behind the loader it is of.
     ``held_out`` batches do not depend on the seed and always start at the beginning.
-    ``vocab_size`` is the number of ids the model knows.
+    ``vocab_size`` is the number of ids the model knows. ``fingerprint`` tells datasets and tokenizers apart by
+    content, as far as that can be told without reading the text.
     Raises UserError, also from ``next``, for whatever is wrong with the dataset or the tokenizer.
     """
 
@@ -46,7 +48,7 @@ class BatchLoader:
         assert state is None or (split == "train" and state.shape == (len(rows), 2)), "one state for each row"
         self._error: Exception | None = None
         start = np.zeros((len(rows), 2), np.int64) if state is None else np.array(state, np.int64)
-        batches, self.chat_template = _open_batches(
+        batches, self.fingerprint, self.chat_template = _open_batches(
             config, rows, split, start, fresh=state is None, vocab_size=vocab_size
         )
         self._open = [batches]
@@ -97,17 +99,19 @@ def _open_batches(
     *,
     fresh: bool,
     vocab_size: int | None,
-) -> tuple[Any, str | None]:
-    """An iterator over batches with get_state and close, and the name of the chat template where there is one."""
+) -> tuple[Any, dict[str, str], str | None]:
+    """An iterator over batches with get_state and close, the fingerprint of what it reads, and the name of the chat
+    template where there is one."""
     if config.data.dataset == "synthetic" and not config.data.messages_field:
-        return SyntheticBatches(config, rows, split, state, vocab_size or SYNTHETIC_VOCAB), None
+        return SyntheticBatches(config, rows, split, state, vocab_size or SYNTHETIC_VOCAB), {}, None
     from grain.experimental import ThreadPrefetchDatasetIterator
 
     documents = TokenizedDocuments(config, split, vocab_size)
     if split == "train" and fresh:
         _check_one_batch(config, documents)
     packed = PackedBatches(documents, rows, state, config.data.sequence_length)
-    return ThreadPrefetchDatasetIterator(packed, PREFETCHED_BATCHES), documents.chat_template
+    ahead = ThreadPrefetchDatasetIterator(packed, PREFETCHED_BATCHES)
+    return ahead, documents.fingerprint, documents.chat_template
 
 
 class TokenizedDocuments:
@@ -131,6 +135,12 @@ class TokenizedDocuments:
         self._source = sources.open_source(data)
         train, held_out = order.split(self._source.files, data.held_out_fraction)
         self._documents = train if split == "train" else held_out
+        listed = "".join(f"{name}\0{int(count)}\n" for name, count in self._source.files)
+        names = hashlib.blake2b(listed.encode(), digest_size=4)
+        self.fingerprint = {
+            "dataset": f"{len(self._source):,} documents ({names.hexdigest()})",
+            "tokenizer": self.tokenizer.fingerprint,
+        }
         self._shards = data.global_batch_size
         # Evaluations of runs that differ in their seed are to be comparable.
         self._shuffled = order.shuffled(len(self._documents), config.run.seed if split == "train" else 0)

@@ -38,6 +38,7 @@ class Trainer:
         self._watchdog = Watchdog(watch)
         self._gang = Gang()
         self._kill_at_s: float | None = None
+        self._is_told = False  # to save and stop: a second SIGTERM would end it before it has
         self._error_code: int | None = None  # which says more than how the process ended afterwards
         self.code: int | None = None
         self.message = ""
@@ -74,8 +75,10 @@ class Trainer:
                 return
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM now, SIGKILL after ``grace_s``."""
-        self._gang.ask_to_stop()
+        """SIGTERM now, unless it had one before, and SIGKILL after ``grace_s``."""
+        if not self._is_told:
+            self._is_told = True
+            self._gang.ask_to_stop()
         self.end_within(grace_s)
 
     def cancel(self, grace_s: float) -> None:

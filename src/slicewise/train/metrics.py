@@ -68,12 +68,20 @@ class MetricWriter:
         self._events = _EventFile(directory / "tensorboard", from_step) if tensorboard else None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        line = memoryview((json.dumps({"step": step, **values}) + "\n").encode())
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line = memoryview((json.dumps({"step": step, **finite}) + "\n").encode())
         with _writing(self._path):
             while line:  # a nearly full disk takes a part
                 line = line[self._file.write(line) :]
         if self._events:
-            self._events.write(step, values)
+            self._events.write(step, {name: value for name, value in finite.items() if value is not None})
+
+    def rewind(self, step: int) -> None:
+        """Drops the records after ``step``: the steps are taken again."""
+        with _writing(self._path):
+            self._file.truncate(_kept_bytes(self._path, step))
+        if self._events:
+            self._events.start(step)
 
     def flush(self) -> None:
         """Makes durable what was written: before a checkpoint, so that a run resumed from it has no gap."""
@@ -121,6 +129,10 @@ class _EventFile:
         self._flushed_s = time.monotonic()
         self._file: Any = None
 
+    def start(self, step: int) -> None:
+        """Hides the events of steps after ``step``, which were lost."""
+        self._do(self._restart, step)
+
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._do(self._append, time.time(), step, dict(values))
         if time.monotonic() - self._flushed_s > EVENTS_FLUSH_S:
@@ -154,16 +166,22 @@ class _EventFile:
 
     def _append(self, wall_time_s: float, step: int, values: dict[str, float]) -> None:
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
         if not self._file:
             self._directory.mkdir(exist_ok=True)
             self._file = EventsWriter(str(self._directory / "events"), filename_suffix=f".{self._from_step}")
-            start = SessionLog(status=SessionLog.START)  # hides events of lost steps
-            self._file.write_event(Event(step=self._from_step + 1, session_log=start))
+            self._restart(self._from_step)
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._file.write_event(Event(wall_time=wall_time_s, step=step, summary=Summary(value=scalars)))
+
+    def _restart(self, step: int) -> None:
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._from_step = step
+        if self._file:
+            self._file.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
 
 @contextlib.contextmanager

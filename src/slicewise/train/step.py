@@ -24,7 +24,7 @@ from slicewise.model.moe import balanced
 from slicewise.model.params import mapped
 from slicewise.parallel import context, rules
 from slicewise.parallel.expert import Dispatch
-from slicewise.train import accumulate, choices
+from slicewise.train import accumulate, anomalies, choices
 from slicewise.train.accumulate import accumulated
 from slicewise.train.moments import on_host
 from slicewise.train.objective import Counts, Terms, Weights, counts, objective
@@ -124,6 +124,9 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
             "gradient_norm": optax.tree.norm(grads),
             "learning_rate": learning_rate(state.step),
         }
+        if config.faults.on_bad_step == "skip":
+            before = (state.params, state.opt_state)
+            params, opt_state = anomalies.unless_bad(metrics, (params, opt_state), before)
         return TrainState(state.step + 1, params, opt_state, state.frozen), metrics
 
     def evaluate(params: transformer.Params, batch: dict) -> tuple[jax.Array, jax.Array]:

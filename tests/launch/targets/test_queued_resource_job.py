@@ -290,6 +290,29 @@ def test_machines_that_show_no_sign_of_life_are_restarted(cloud, name, monkeypat
     assert f"{name}: all its machines are restarted" in job.lines
 
 
+def test_an_elastic_job_goes_on_without_a_preempted_slice_until_its_replacement_comes(cloud):
+    lost = cloud.folder / "lost"
+    body = f"""
+        slices = os.environ["SLICEWISE_NUM_SLICES"]
+        print("of", slices, flush=True)
+        while attempt == 1:
+            time.sleep(0.1)
+            if os.path.exists({str(lost)!r}):
+                os._exit(1)  # as a trainer does whose peers are gone
+        time.sleep(60 if slices == "1" else 0)
+    """
+    watch = Watch(replacement_wait_s=0.5, failure_grace_s=0.5)
+    job = Supervised(cloud, "shrinks", body, elastic_sizes=(1,), watch=watch, budgets=Budgets(failures=0))
+    job.until_started()
+    emulator.control(cloud.state, "inject", fault="preempt", node="shrinks-1", hold_s=30.0)
+    lost.touch()
+    eventually(lambda: b"of 1" in job.job.log(2, "s0h0"), lambda: job.lines)
+    result = job.ended()
+    assert (result.state, result.attempt) == ("done", 3), job.lines
+    assert job.job.log(3, "s0h0").count(b"of 2") == job.job.log(3, "s1h0").count(b"of 2") == 1
+    assert job.job.current().tally == Tally(preemptions=2)
+
+
 def test_a_running_job_is_cancelled_and_gives_its_slices_back(cloud):
     job = Supervised(cloud, "stop", "time.sleep(60)")
     job.until_started()
