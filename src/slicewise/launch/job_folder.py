@@ -10,6 +10,7 @@
     attempts/0001/progress.json           the newest step
     attempts/0001/ended.json              why it ended
     result.json                           how the job ended
+    slices.json                           state of the queued resource, and what it lost when; by the supervisor
     roster/s0h0.json                      which agent holds this place in the gang; the last to come has it
     logs/attempt-0001/s0h0.log            output of a trainer; in a bucket in pieces, s0h0.0000.log and so on
 
@@ -227,6 +228,15 @@ class JobFolder:
     def attempt_ending(self, attempt: int) -> Ending | None:
         document = read_json(self.folder, name := _attempt(attempt, "ended.json"))
         return _record(Ending, document, f"{self.root}/{name}") if document else None
+
+    # ------------------------------------------------------------ slices
+
+    def note_slices(self, **changes: Any) -> None:
+        """``state`` of the queued resource; what was ``lost``, in words, and the Unix time ``lost_at``."""
+        write_json(self.folder, "slices.json", {**self.slices(), **changes, "time": time.time()})
+
+    def slices(self) -> dict[str, Any]:
+        return read_json(self.folder, "slices.json") or {}
 
     # ------------------------------------------------------------ roster
 

@@ -89,8 +89,40 @@ def test_options_that_the_script_decides_or_that_are_none_are_refused(option, sa
 
 def test_without_slurm_the_command_says_so(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(UserError, match="sbatch is not installed here"):
+    with pytest.raises(UserError, match="sbatch is not installed here") as error:
         slurm.submit("#!/bin/bash\n")
+    assert error.value.code == ExitCode.INTERNAL
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("fatal: Could not establish a configuration source", ExitCode.UNAVAILABLE),
+        ("error: Batch job submission failed: Unable to contact slurm controller", ExitCode.UNAVAILABLE),
+        ("error: Munge encode failed: Failed to access socket", ExitCode.UNAVAILABLE),
+        ("error: Batch job submission failed: Socket timed out on send/recv operation", ExitCode.UNAVAILABLE),
+        ("error: invalid partition specified: none", ExitCode.USER),
+    ],
+)
+def test_a_controller_that_cannot_be_asked_is_told_from_a_wrong_request(tmp_path, monkeypatch, said, code):
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho 'sbatch: {said}' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(UserError, match=said.partition(": ")[2]) as error:
+        slurm.submit("#!/bin/bash\n")
+    assert error.value.code == code
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="needs slurm-wlm")
+def test_the_real_command_without_a_controller_is_an_unavailable_service(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    (tmp_path / "slurm.conf").write_text(
+        "ClusterName=none\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nAuthType=auth/munge\n"
+        "AuthInfo=socket=/nonexistent\nMessageTimeout=2\n"
+    )
+    with pytest.raises(UserError) as error:
+        slurm.submit("#!/bin/bash\n")
+    assert error.value.code == ExitCode.UNAVAILABLE, error.value
 
 
 # ---------------------------------------------------------------- what follows from an end
