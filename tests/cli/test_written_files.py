@@ -46,11 +46,7 @@ def run(monkeypatch, compiled, tmp_path, capsys):
 
 
 def option(command):
-    return next(
-        word
-        for word in command.split()
-        if word.startswith(("--html", "--trace", "--check", "--ser", "--write"))
-    )
+    return command.split()[-2]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join(c.split()[:2]) + option(c))

@@ -253,7 +253,7 @@ class Leader(Agent):
         noted = self.job.slices()
         if noted.get("lost_at", 0.0) >= claim.started:
             return str(noted["lost"])
-        others = ", as all machines are when a slice is replaced" if self.spec.slices > 1 else ""
+        others = " as all machines are when a slice is replaced" if self.spec.slices > 1 else ""
         return f"{self.name} was lost, or restarted{others}"
 
     def _wait_s(self, delay_s: float) -> None:
