@@ -321,7 +321,7 @@ def ended(record, timeout_s=90):
 def test_a_real_slurm_runs_the_gang_and_starts_it_again_in_the_same_allocation(submit):
     record = submit("""
         if attempt == 1:
-            os._exit(75) if rank else time.sleep(60)
+            os._exit(75) if rank else time.sleep(600)
     """)
     now = ended(record)
     assert (now.state, now.attempt, now.preemptions) == ("done", 2, 1)
@@ -337,7 +337,7 @@ def test_slurm_requeues_a_job_whose_allocation_is_taken_and_it_resumes(submit, c
         """
         signal.signal(signal.SIGTERM, lambda *_: os._exit(76))
         if attempt == 1:
-            time.sleep(60)
+            time.sleep(600)
         """,
         budgets=Budgets(failures=0),
         watch=Watch(stop_grace_s=5),
@@ -352,7 +352,7 @@ def test_slurm_requeues_a_job_whose_allocation_is_taken_and_it_resumes(submit, c
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_job_under_slurm_ends_with_the_code_of_wrong_input_or_when_it_is_cancelled(submit, cluster):
-    record = submit("os._exit(2) if rank else time.sleep(60)")
+    record = submit("os._exit(2) if rank else time.sleep(600)")
     assert ended(record).code == ExitCode.USER
     cluster.until(lambda: job.status(record).slices in ("failed", "gone"), "the end of the job")
 
@@ -360,7 +360,7 @@ def test_a_job_under_slurm_ends_with_the_code_of_wrong_input_or_when_it_is_cance
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_cancelled_job_under_slurm_is_gone(submit, cluster):
-    record = submit("time.sleep(60)", watch=Watch(stop_grace_s=2))
+    record = submit("time.sleep(600)", watch=Watch(stop_grace_s=2))
     cluster.until(lambda: record.folder.progress(1) is not None, "the job")
     job.cancel(record)
     assert ended(record).state == "cancelled"
