@@ -280,7 +280,7 @@ def test_an_api_server_that_is_not_there_is_named(kubernetes, run_toml, monkeypa
         (["--slices", "0"], "--slices"),
         (["--queue", "My Queue"], "--queue 'My Queue': expected at most 63 lower-case letters"),
         (["--queue", "q" * 64], "expected at most 63"),
-        (["--queue", "-queue"], "--queue"),
+        (["--queue", "queue-"], "--queue 'queue-'"),
         (["--namespace", "a/b"], "--namespace 'a/b': expected"),
         (["--priority-class", "High"], "--priority-class 'High': expected at most 253"),
         (["--service-account", "a_b"], "--service-account 'a_b': expected"),
