@@ -186,16 +186,17 @@ class _Supervisor:
         if found is None:
             return None if self.cancelled_s else self._ask()
         self._note(found)
-        if self.was_active:
-            self._note_losses()
         if self.state == "ACTIVE":
             self.was_active, self.in_vain = True, 0
         if self.state == "FAILED" and found.state.failed_data.error.code in HOPELESS:
             return self._finish(Fault.USER, ExitCode.NO_SLICES, (qr.advice(found) or "").split("\n")[0])
         if self.state in ("SUSPENDED", "FAILED") and not self.cancelled_s:
             return self._replace(found)
+        looked_s = time.monotonic()
         if self.state == "ACTIVE" and self._is_idle():
             return self._wake(found)
+        if self.was_active and self.seen_s < looked_s:  # a gang that makes progress has lost nothing
+            self._note_losses()
         self.seen_s = time.monotonic() if self.state != "ACTIVE" else self.seen_s
         return None
 
