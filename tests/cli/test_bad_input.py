@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from slicewise import cli
 from slicewise.checkpoint.manifest import complete_steps
 from slicewise.errors import ExitCode
 
@@ -23,6 +24,26 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a
 def slicewise(command, tmp_path):
     """Runs the command in the test's folder, or in another one."""
     return lambda *arguments, cwd=tmp_path, **options: command.run(*arguments, cwd=cwd, **options)
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path, capfd):
+    """Runs the command in this process, which has imported JAX already, on one of its devices."""
+    import jax
+
+    from slicewise.parallel import cluster
+
+    devices = cluster.by_slice(jax.devices()[:1])
+    monkeypatch.setattr(cluster, "initialize", lambda: None)
+    monkeypatch.setattr(cluster, "found", lambda: devices)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "as JAX is configured already")
+
+    def run(*arguments, cwd=tmp_path):
+        monkeypatch.chdir(cwd)
+        code = cli.main(arguments)
+        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -297,6 +318,6 @@ def test_a_damaged_manifest_is_named(slicewise, copy_of_finished):
         (["train", *QUICK, "steps=6", "global_batch_size=8"], ["global_batch_size"]),
     ],
 )
-def test_a_run_that_cannot_be_used_so(slicewise, finished, arguments, words):
-    refused(slicewise(*arguments, cwd=finished), ExitCode.USER, *words)
+def test_a_run_that_cannot_be_used_so(here, finished, arguments, words):
+    refused(here(*arguments, cwd=finished), ExitCode.USER, *words)
     assert complete_steps(str(finished / "runs/run/checkpoints")) == [2, 4]

@@ -68,7 +68,7 @@ class GangOfAgents:
     def start_all(self, slices=2):
         return [self.start(slice_id) for slice_id in range(slices)]
 
-    def codes(self, timeout_s=40):
+    def codes(self, timeout_s=180):
         """Exit codes of all agents."""
         deadline_s = time.monotonic() + timeout_s
         every = [process for started in self.processes.values() for process in started]
@@ -97,11 +97,19 @@ def gang(tmp_path, monkeypatch):
     agents.close()
 
 
-def eventually(condition, timeout_s=30.0):
+def eventually(condition, timeout_s=120.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
         time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 multiprocess = pytest.mark.multiprocess
@@ -113,7 +121,7 @@ def test_agents_start_together_restart_by_code_and_end_with_the_code_of_the_job(
         print("rank", rank, "of", os.environ["SLICEWISE_NUM_PROCESSES"], os.environ["SLICEWISE_COORDINATOR"])
         sys.stdout.flush()
         if attempt == 1:
-            os._exit(1) if rank else time.sleep(60)
+            os._exit(1) if rank else time.sleep(600)
     """)
     gang.start_all()
     assert gang.codes() == [0, 0], gang.log(0)
@@ -130,7 +138,7 @@ def test_wrong_input_is_not_tried_again(gang):
         if rank:
             emit(event="error", code=2, message="loss is nan")
             os.abort()
-        time.sleep(60)
+        time.sleep(600)
     """)
     gang.start_all()
     assert gang.codes() == [ExitCode.USER, ExitCode.USER], gang.log(0)
@@ -140,7 +148,7 @@ def test_wrong_input_is_not_tried_again(gang):
 
 @multiprocess
 def test_a_lost_machine_costs_a_preemption_and_no_failure_and_the_gang_waits_for_its_successor(gang):
-    gang.submit("if attempt == 1: time.sleep(60)", budgets=Budgets(failures=0))
+    gang.submit("if attempt == 1: time.sleep(600)", budgets=Budgets(failures=0))
     first = gang.start_all()
     eventually(lambda: gang.job.progress(1) and b"step" in gang.job.log(1, "s1h0"))
     os.killpg(first[1].pid, signal.SIGKILL)  # its trainer dies with it
@@ -153,13 +161,15 @@ def test_a_lost_machine_costs_a_preemption_and_no_failure_and_the_gang_waits_for
 
 @multiprocess
 def test_a_lost_leader_is_followed_by_the_next_agent_of_its_place(gang):
-    gang.submit("if attempt == 1: time.sleep(60)", budgets=Budgets(failures=0))
+    gang.submit("if attempt == 1: time.sleep(600)", budgets=Budgets(failures=0))
     first = gang.start_all()
     eventually(lambda: gang.job.progress(1) and b"step" in gang.job.log(1, "s1h0"))
     os.killpg(first[0].pid, signal.SIGKILL)
     gang.start(0)
     assert gang.codes() == [-signal.SIGKILL, 0, 0], gang.log(0)
-    assert gang.job.attempt_ending(1).why == "s0h0 was lost or restarted"
+    assert gang.job.attempt_ending(1).why == (
+        "s0h0 was lost, or restarted as all machines are when a slice is replaced"
+    )
     assert gang.job.result(SUBMISSION).attempt == 2
 
 
@@ -170,8 +180,8 @@ def test_a_stale_agent_that_wakes_up_stops_its_trainer(gang, place):
     gang.submit("""
         open(os.path.join(os.path.dirname(sys.argv[0]), f"pid-{attempt}-{rank}"), "w").write(str(os.getpid()))
         if attempt == 1:
-            time.sleep(60)
-        deadline = time.time() + 30
+            time.sleep(600)
+        deadline = time.time() + 300
         while not os.path.exists(os.path.join(os.path.dirname(sys.argv[0]), "go")) and time.time() < deadline:
             time.sleep(0.05)
     """)
@@ -185,8 +195,8 @@ def test_a_stale_agent_that_wakes_up_stops_its_trainer(gang, place):
     eventually(lambda: gang.steps_seen(2))
     for pid in (first[place].pid, trainer):
         os.kill(pid, signal.SIGCONT)
-    assert first[place].wait(20) == ExitCode.DONE
-    assert not os.path.exists(f"/proc/{trainer}")
+    assert first[place].wait(120) == ExitCode.DONE
+    eventually(lambda: not alive(trainer))
     assert "another one has taken the place" in gang.log(place)
     (gang.folder / "go").write_text("")
     assert sorted(gang.codes()) == [0, 0, 0]
@@ -199,15 +209,15 @@ def test_a_stuck_trainer_shows_its_stacks_and_the_gang_is_started_again(gang):
         """
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         def waits_for_ever():
-            time.sleep(60)
+            time.sleep(600)
         if attempt == 1:
             waits_for_ever()
         """,
-        watch=Watch(stall_timeout_s=1.0),
+        watch=Watch(stall_timeout_s=2.0),
     )
     gang.start_all()
     assert gang.codes() == [0, 0], gang.log(0)
-    assert "made no progress for 1 s, since step 1" in gang.job.attempt_ending(1).why
+    assert "made no progress for 2 s, since step 1" in gang.job.attempt_ending(1).why
     assert b"in waits_for_ever" in gang.job.log(1, "s0h0") + gang.job.log(1, "s1h0")
     assert gang.job.current().tally == Tally(failures=1)
 
@@ -216,7 +226,7 @@ def test_a_stuck_trainer_shows_its_stacks_and_the_gang_is_started_again(gang):
 def test_a_cancelled_job_saves_everywhere_and_agents_end(gang):
     gang.submit("""
         signal.signal(signal.SIGTERM, lambda *_: os._exit(76))
-        time.sleep(60)
+        time.sleep(600)
     """)
     gang.start_all()
     eventually(lambda: gang.job.progress(1) and b"step" in gang.job.log(1, "s1h0"))
@@ -250,7 +260,7 @@ def test_a_trainer_that_the_platform_and_the_leader_ask_to_stop_is_asked_once(ga
 
 @multiprocess
 def test_agents_stop_when_the_folder_of_the_job_is_deleted(gang):
-    gang.submit("time.sleep(60)")
+    gang.submit("time.sleep(600)")
     gang.start_all()
     eventually(lambda: gang.job.progress(1) and b"step" in gang.job.log(1, "s1h0"))
     (gang.folder / "run").rename(gang.folder / "away")
@@ -262,7 +272,7 @@ def test_agents_stop_when_the_folder_of_the_job_is_deleted(gang):
 @multiprocess
 def test_an_agent_of_an_earlier_submission_is_not_wanted(gang):
     gang.submit("")
-    assert gang.start(0, submission="b" * 12).wait(20) == 0
+    assert gang.start(0, submission="b" * 12).wait(120) == 0
     assert "submitted again since" in gang.log(0)
     assert gang.job.current() is None
 
@@ -270,7 +280,7 @@ def test_an_agent_of_an_earlier_submission_is_not_wanted(gang):
 @multiprocess
 def test_an_agent_that_the_job_has_no_place_for_says_so(gang):
     gang.submit("", slices=1)
-    assert gang.start(1).wait(20) == ExitCode.USER
+    assert gang.start(1).wait(120) == ExitCode.USER
     assert "this machine is host 0 of slice 1, but the job was submitted for 1 slices of 1 hosts" in gang.log(
         1
     )

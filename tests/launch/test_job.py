@@ -65,7 +65,7 @@ def start(tmp_path):
             os.kill(job.find(record.name).supervisor, signal.SIGKILL)
 
 
-def eventually(condition, timeout_s=30.0):
+def eventually(condition, timeout_s=120.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
@@ -110,7 +110,7 @@ def test_a_job_can_be_looked_into_from_its_start_to_its_end(start, capsys):
 
 @pytest.mark.multiprocess
 def test_a_job_whose_supervisor_was_killed_says_so_and_can_be_taken_up_again(start, capsys):
-    record = start("if attempt == 1: time.sleep(60)")
+    record = start("if attempt == 1: time.sleep(600)")
     eventually(lambda: record.folder.progress(1))
     assert "has a supervisor" in printed(capsys, "supervise", "demo", code=ExitCode.CONFLICT)
     os.kill(record.supervisor, signal.SIGKILL)
@@ -125,11 +125,11 @@ def test_a_job_whose_supervisor_was_killed_says_so_and_can_be_taken_up_again(sta
 
 @pytest.mark.multiprocess
 def test_a_cancelled_job_ends_also_when_nobody_supervises_it(start, capsys):
-    record = start("time.sleep(60)")
+    record = start("time.sleep(600)")
     eventually(lambda: record.folder.progress(1))
     assert "asked to save and end" in printed(capsys, "cancel", "demo")
     eventually(lambda: job.status(record).state == "cancelled")
-    record = start("time.sleep(60)", "other")
+    record = start("time.sleep(600)", "other")
     eventually(lambda: record.folder.progress(1))
     os.kill(record.supervisor, signal.SIGKILL)
     eventually(lambda: not job.is_supervised(record))

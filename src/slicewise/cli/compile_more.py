@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slicewise.cli import hardware, quantities
-from slicewise.errors import ExitCode, UserError
+from slicewise.errors import ExitCode, UserError, cannot_write
 
 if TYPE_CHECKING:
     from slicewise.catalog.slices import Cluster
@@ -152,5 +152,5 @@ def save_executable(step: "CompiledStep", path: str) -> str:
     try:
         shutil.copyfile(cache_directory() / step.request.key / "executable", path)
     except OSError as e:
-        raise UserError(f"executable {path}: {e.strerror}.", code=ExitCode.INTERNAL) from e
+        raise cannot_write(f"--serialize {path}", e) from e
     return f"{path}: the executable"

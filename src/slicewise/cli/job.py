@@ -145,9 +145,10 @@ def _load(arguments: argparse.Namespace) -> "LoadedConfig":
 def _follow(record: "Record") -> int:
     """The log of worker 0 until the job has ended; its exit code. Ctrl-C leaves the job alone."""
     from slicewise.launch import job
+    from slicewise.launch.output import without_chatter
 
     try:
-        _write(job.log(record, None, None, follow=True))
+        _write(without_chatter(job.log(record, None, None, follow=True)))
         last = job.wait(record)
     except KeyboardInterrupt:
         print(f"\njob {record.name} goes on; 'slicewise job cancel {record.name}' ends it.", file=sys.stderr)

@@ -118,7 +118,7 @@ def _spec(
 
 def _count(text: str, what: str) -> int:
     """A whole number, 0 included."""
-    return 0 if text.strip() == "0" else quantities.whole(text, what)
+    return quantities.whole(text, what, zero=True)
 
 
 def _write(arguments: argparse.Namespace, spec: "JobSpec", root: str) -> "JobSpec":

@@ -3,7 +3,6 @@
 The first failure in time is the cause; what ends after it is a consequence, noted in one line.
 """
 
-import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from slicewise.errors import ExitCode
+from slicewise.launch.output import CHATTER
 from slicewise.launch.processes import KILL_WAIT_S, Asked, Child, Exited, Gang, Happening, Lines, Reported
 from slicewise.launch.watchdog import Watchdog
 from slicewise.train.progress import ProgressDisplay
@@ -21,8 +21,6 @@ DONE_GRACE_S = 90.0  # after the first that finished: longer than the barrier at
 STOP_GRACE_S = 60.0  # after SIGTERM, to agree on a step and save it
 MAX_WAIT_S = 3600.0
 ORDERS_INTERVAL_S = 1.0  # between two looks at what a supervisor wants
-# Gloo's own lines, which no switch turns off and which threads cut into one another; the logs keep them.
-_CHATTER = re.compile(r"(\[Gloo\] |.*number of connected peer ranks is)")
 _ORDERLY = (ExitCode.RESTART, ExitCode.PREEMPTED)
 
 
@@ -170,7 +168,7 @@ class Attempt:
                     self._on_signal(number)
 
     def _print_lines(self, child: Child, lines: Sequence[str]) -> None:
-        shown = [child.prefix + line for line in lines if not _CHATTER.match(line)]
+        shown = [child.prefix + line for line in lines if not CHATTER.match(line)]
         if shown:
             self.display.print("\n".join(shown))
 

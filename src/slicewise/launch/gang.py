@@ -271,7 +271,7 @@ class Leader(Agent):
         if current and current.submission == submission:
             ending = self.job.attempt_ending(current.attempt)
             if ending is None:  # its leader did not live to write it down
-                why = f"{self.predecessor} was lost or restarted"
+                why = self._why_lost(current)
                 ending = Ending(Fault.PREEMPTION, ExitCode.PREEMPTED, why, current.attempt, submission)
                 self.job.end_attempt(ending)
             decision = decide(ending.fault, ending.code, current.tally, self.spec.budgets)
@@ -284,6 +284,14 @@ class Leader(Agent):
         claim = self.job.claim(submission, self.token, tally, reason, after=current)
         say(f"attempt {claim.attempt}" + (f", after {reason}" if reason else ""))
         return claim
+
+    def _why_lost(self, claim: Claim) -> str:
+        """Why the leader of ``claim`` did not see its end: in the words of the supervisor, which sees the slices."""
+        noted = self.job.slices()
+        if noted.get("lost_at", 0.0) >= claim.started:
+            return str(noted["lost"])
+        others = " as all machines are when a slice is replaced" if self.spec.slices > 1 else ""
+        return f"{self.predecessor} was lost, or restarted{others}"
 
     def _wait_s(self, delay_s: float) -> None:
         end_s = time.monotonic() + delay_s

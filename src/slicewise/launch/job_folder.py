@@ -12,6 +12,7 @@
     result.json                           how the job ended
     leader.json                           of an elastic job: a sign of life of the leader
     absent.json                           slices of an emulated cluster that are not there
+    slices.json                           state of the queued resource, and what it lost when; by the supervisor
     roster/s0h0.json                      which agent holds this place in the gang; the last to come has it
     logs/attempt-0001/s0h0.log            output of a trainer; in a bucket in pieces, s0h0.0000.log and so on
 
@@ -254,6 +255,14 @@ class JobFolder:
 
     def beat(self) -> dict[str, Any] | None:
         return read_json(self.folder, "leader.json")
+    # ------------------------------------------------------------ slices
+
+    def note_slices(self, **changes: Any) -> None:
+        """``state`` of the queued resource; what was ``lost``, in words, and the Unix time ``lost_at``."""
+        write_json(self.folder, "slices.json", {**self.slices(), **changes, "time": time.time()})
+
+    def slices(self) -> dict[str, Any]:
+        return read_json(self.folder, "slices.json") or {}
 
     # ------------------------------------------------------------ roster
 

@@ -1,6 +1,5 @@
 """One trainer process of an agent: started, watched, asked to stop, killed."""
 
-import re
 import signal
 import sys
 import time
@@ -8,12 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from slicewise.errors import ExitCode
+from slicewise.launch.output import CHATTER
 from slicewise.launch.policy import Watch
 from slicewise.launch.processes import Asked, Child, Command, Exited, Gang, Happening, Lines, Reported
 from slicewise.launch.watchdog import Watchdog
 from slicewise.launch.worker_files import WorkerFiles
-
-_CHATTER = re.compile(r"(\[Gloo\] |.*number of connected peer ranks is)")
 
 
 class Trainer:
@@ -114,7 +112,7 @@ class Trainer:
         match happening:
             case Lines(_, lines):
                 for line in lines:
-                    if not _CHATTER.match(line):
+                    if not CHATTER.match(line):
                         self._say(line)
             case Reported(child, event):
                 self._on_event(child, event)

@@ -176,16 +176,25 @@ def test_what_is_no_event_is_shown_as_output(script):
     assert (code, lines) == (0, ["s0h0 | {bad", "s0h0 | [1]"])
 
 
-def test_on_a_terminal_lines_appear_above_one_bar_that_stays(script):
+def test_on_a_terminal_lines_appear_above_one_bar_that_stays(script, tmp_path):
     path = script("""
-        for number in (1, 2):
-            emit(event="step", step=number, steps=2, loss=1.0)
-            time.sleep(0.5)  # the bar is redrawn four times a second
-            print("line", number, flush=True)
+        emit(event="step", step=1, steps=2, loss=1.0)
+        wait_for("drawn")
+        print("line 1", flush=True)
+        emit(event="step", step=2, steps=2, loss=1.0)
+        print("line 2", flush=True)
     """)
     file, environment = io.StringIO(), {"TERM": "xterm"}
     console = Console(file=file, width=100, force_terminal=True, color_system=None, _environ=environment)
+
+    def watch():
+        eventually(lambda: "1/2" in file.getvalue(), timeout_s=120)
+        (tmp_path / "drawn").touch()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     assert run_local([str(path)], ONE, log_directory=None, console=console) == 0
+    watcher.join()
     output = file.getvalue()
     assert output.index("1/2") < output.index("s0h0 | line 1\n") < output.rindex("s0h0 | line 2\n")
     assert "2/2" in output[output.rindex("s0h0 | line 2\n") :]
