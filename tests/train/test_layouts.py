@@ -1,4 +1,4 @@
-"""Mixtures of experts, with plain and with latent attention, compute over several axes what one device does."""
+"""Models over several axes, mixtures of experts among them, compute what one device does."""
 
 import re
 
@@ -14,12 +14,17 @@ from slicewise.parallel.cluster import SliceDevices
 from slicewise.parallel.expert import Dispatch
 from slicewise.parallel.mesh import build_mesh
 from slicewise.parallel.rules import partition
+from slicewise.train import choices
 from slicewise.train.accumulate import accumulated
 from slicewise.train.objective import Weights, counts, objective
 
 # Of float32 sums in another order: relative to the loss, and to the largest entry of each gradient.
 LOSS_RTOL, GRADIENT_RTOL = 1e-6, 1e-5
 
+DENSE = ModelSpec(
+    name="dense", source="test", layers=4, d_model=32, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab=96,
+    sliding_window=5, global_every=2,
+)  # fmt: skip
 MOE = ModelSpec(
     name="moe", source="test", layers=2, d_model=32, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab=96,
     experts=Experts(experts=8, per_token=2, d_ff=16),
@@ -37,18 +42,25 @@ MLA = ModelSpec(
 )  # fmt: skip
 DROPLESS, TIGHT, CAPACITY = Dispatch(), Dispatch("dropless", 0.5), Dispatch("capacity", 1.0)
 
-TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches
-    (MOE, DROPLESS, 1, {"expert": 8}, {}, 1),
-    (MOE, TIGHT, 1, {"fsdp": 2, "expert": 4}, {}, 2),
-    (MOE, CAPACITY, 1, {"data": 2, "expert": 2, "tensor": 2}, {}, 1),
-    (MLA, TIGHT, 2, {"expert": 2, "tensor": 2}, {"fsdp": 2}, 2),
+TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, other keys
+    (MOE, DROPLESS, 1, {"expert": 8}, {}, 1, {}),
+    (MOE, TIGHT, 1, {"fsdp": 2, "expert": 4}, {}, 2, {}),
+    (MOE, CAPACITY, 1, {"data": 2, "expert": 2, "tensor": 2}, {}, 1, {}),
+    (MLA, TIGHT, 2, {"expert": 2, "tensor": 2}, {"fsdp": 2}, 2, {}),
+    (DENSE, DROPLESS, 1, {"pipeline": 4}, {}, 1, {}),
+    (DENSE, DROPLESS, 1, {"pipeline": 2}, {}, 1, {"pipeline_repeats": 2, "pipeline_microbatches": 4}),
+    (DENSE, DROPLESS, 1, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {}, 2, {"pipeline_gather": "microbatch"}),
+    (DENSE, DROPLESS, 2, {"data": 2, "fsdp": 2}, {"pipeline": 2}, 1, {"pipeline_repeats": 2}),
+    (MOE, DROPLESS, 1, {"pipeline": 2, "expert": 4}, {}, 1, {}),
+    (MLA, TIGHT, 1, {"pipeline": 2, "fsdp": 2, "expert": 2}, {}, 1, {}),
 ]
 
 
 def label(row):
-    spec, dispatch, _, ici, dcn, steps = row
+    spec, dispatch, _, ici, dcn, steps, keys = row
     axes = [f"{n}{k}" for k, n in ici.items()] + [f"dcn{n}{k}" for k, n in dcn.items()]
-    return "-".join([spec.name, dispatch.kind, *axes, *(["accumulated"] if steps > 1 else [])])
+    others = [f"{key.rpartition('_')[2]}-{value}" for key, value in keys.items()]
+    return "-".join([spec.name, dispatch.kind, *axes, *(["accumulated"] if steps > 1 else []), *others])
 
 
 def batch_of(spec):
@@ -65,22 +77,25 @@ def batch_of(spec):
     return {"tokens": tokens, "targets": targets, "segment_ids": segments, "positions": positions}
 
 
-def compiled(spec, dispatch, slices, ici, dcn, steps):
+def compiled(spec, dispatch, slices, ici, dcn, steps, keys):
     """(the mesh, the compiled function of (params, batch) to ((objective, terms), gradients))."""
     degrees = {f"{net}_{axis}_parallelism": 1 for net in ("ici", "dcn") for axis in ("data", "fsdp")}
     for network, asked in (("ici", ici), ("dcn", dcn)):
         degrees |= {f"{network}_{axis}_parallelism": degree for axis, degree in asked.items()}
-    config = load_config(None, [f"{key}={degree}" for key, degree in degrees.items()]).config
+    keys = degrees | keys | {"gradient_accumulation_steps": steps}
+    config = load_config(None, [f"{key}={value}" for key, value in keys.items()]).config
     count = slices * int(np.prod(list(ici.values())))
     array = np.empty(count, dtype=object)
     array[:] = jax.devices()[:count]
     mesh = build_mesh(config, SliceDevices(array.reshape(slices, -1)))
+    pipeline = choices.pipeline(config, spec, mesh)
     weights = Weights(z_loss=1e-3, prediction=0.3, balance=0.01)
 
     def differentiate(params, batch):
         def one(params, part):
             whole = counts(batch)
-            return objective(params, spec, part, whole, weights, dtype=jnp.float32, dispatch=dispatch)
+            how = {"dtype": jnp.float32, "dispatch": dispatch, "pipeline": pipeline}
+            return objective(params, spec, part, whole, weights, **how)
 
         return accumulated(jax.value_and_grad(one, has_aux=True), params, batch, steps)
 
@@ -100,7 +115,7 @@ def alone():
     def result(spec, dispatch):
         key = (spec.name, dispatch.kind)
         if key not in found:
-            program, params, batch = compiled(spec, dispatch, 1, {"fsdp": 1}, {}, 1)
+            program, params, batch = compiled(spec, dispatch, 1, {"fsdp": 1}, {}, 1, {})
             found[key] = program(params, batch)
         return found[key]
 
@@ -121,5 +136,5 @@ def test_every_layout_gives_the_loss_and_every_gradient_of_one_device(alone, row
         assert scale > 0 or name.endswith("balance_bias"), name
         np.testing.assert_allclose(ours[name], wanted[name], atol=GRADIENT_RTOL * scale, rtol=0, err_msg=name)
     axes = re.findall(r"all-to-all\(.*?replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", program.as_text())
-    assert set(axes) == {"'expert'"}
+    assert set(axes) == ({"'expert'"} if "expert" in row[3] else set())
     assert "rematerialization" not in capfd.readouterr().err.lower()

@@ -1,32 +1,59 @@
 """The one table from logical dims of arrays to mesh axes, and the checks that a model fits a mesh."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
+from slicewise.costs.pipeline import check_layers
 from slicewise.errors import UserError
 
 RULES: Mapping[str, str | tuple[str, ...]] = {
-    "batch": ("data", "fsdp", "expert"),
-    "embed": ("fsdp", "expert"),  # the d_model dim of weights: gathered where a layer uses them
-    "latent": ("fsdp", "expert"),  # the rank of latent attention in weights: as embed
+    "batch": ("pipeline", "data", "fsdp", "expert"),
+    "embed": ("pipeline", "fsdp", "expert"),  # the d_model dim of weights: gathered where a layer uses them
+    "latent": ("pipeline", "fsdp", "expert"),  # the rank of latent attention in weights: as embed
     "experts": "expert",
-    "expert_embed": "fsdp",  # the d_model dim of experts' weights, whose experts the expert axis divides
+    "expert_embed": ("pipeline", "fsdp"),  # of experts' weights, whose experts the expert axis divides
+    "staged_layers": "pipeline",  # the layers that a pipeline divides; the others lie within a stage
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
     "tokens": "tensor",  # the tokens of the residual stream: see residual
 }
+PIPELINE = "pipeline"
+FSDP_DIMS = ("embed", "latent", "expert_embed")  # of weights, what fully sharded data parallelism divides
 WHOLE = frozenset({"layers", "sequence", "activation", "head_dim"})  # dims that no axis divides
 
 
 def partition(*dims: str) -> PartitionSpec:
-    """The PartitionSpec of an array with these logical dims."""
+    """The PartitionSpec of an array with these logical dims.
+
+    The pipeline axis divides the first dim that has it: staged layers, or outside of them what fsdp divides. Within a
+    stage there is none.
+    """
     assert all(dim in RULES or dim in WHOLE for dim in dims), dims
-    return PartitionSpec(*(RULES.get(dim) for dim in dims))
+    used = {PIPELINE} if in_stage() else set()
+    entries: list[Any] = []
+    for dim in dims:
+        rule = RULES.get(dim, ())
+        axes = tuple(axis for axis in ((rule,) if isinstance(rule, str) else rule) if axis not in used)
+        used.update(axes)
+        entries.append(axes[0] if len(axes) == 1 else axes or None)
+    return PartitionSpec(*entries)
+
+
+def in_stage() -> bool:
+    """Whether the code in force is that of one stage of a pipeline, see parallel.pipeline."""
+    return jax.sharding.get_abstract_mesh().manual_axes == (PIPELINE,)
+
+
+def unmapped() -> set[str]:
+    """The mesh axes that shard_map can still map: all of them, or within a stage the others."""
+    return set(jax.sharding.get_abstract_mesh().axis_names) - ({PIPELINE} if in_stage() else set())
 
 
 def residual(tokens: int) -> PartitionSpec:
@@ -48,6 +75,13 @@ def gathered(weight: jax.Array, *dims: str) -> jax.Array:
     return jax.sharding.reshard(weight, partition(*whole))
 
 
+def unstacked(stack: jax.Array, by: int) -> jax.Array:
+    """[L, ...] as [L / by, by, ...]."""
+    spec = jax.typeof(stack).sharding.spec
+    shape = (-1, by, *stack.shape[1:])
+    return jnp.reshape(stack, shape, out_sharding=PartitionSpec(spec[0], None, *spec[1:]))
+
+
 def unscattered(grad: jax.Array, x: jax.Array, lead: int) -> jax.Array:
     """The gradient of a product, its first ``lead`` dims laid out as those of ``x``: gathered if need be."""
     spec, ours = jax.typeof(grad).sharding.spec, jax.typeof(x).sharding.spec
@@ -56,7 +90,9 @@ def unscattered(grad: jax.Array, x: jax.Array, lead: int) -> jax.Array:
 
 def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -> None:
     """Raises UserError when ``degrees`` (mesh axis -> size) does not divide the dims that it shards."""
-    tensor, expert, sharded = degrees["tensor"], degrees["expert"], degrees["fsdp"] * degrees["expert"]
+    tensor, expert, stages = degrees["tensor"], degrees["expert"], degrees.get(PIPELINE, 1)
+    sharded = stages * degrees["fsdp"] * expert
+    check_layers(spec, stages)
     for count, name in _tensor_dims(spec):
         if count % tensor:
             raise UserError(
@@ -75,20 +111,25 @@ def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -
         )
     for count, name in _sharded_dims(spec):
         if count % sharded:
-            product = "fsdp parallelism" if expert == 1 else "fsdp x expert parallelism ="
+            product = _product({"pipeline": stages, "fsdp": 0, "expert": expert})
             raise UserError(
-                f"{product} {sharded} does not divide {name} = {count} of {spec.name};"
+                f"{product}{' =' * (' x ' in product)} {sharded} does not divide {name} = {count} of {spec.name};"
                 " use fewer fsdp and more data or tensor parallelism."
             )
     batch = degrees["data"] * sharded
     if global_batch_size % batch:
         below = global_batch_size - global_batch_size % batch
         near = f"{below} or {below + batch}" if below else f"{batch}"
-        axes = "data x fsdp" if expert == 1 else "data x fsdp x expert"
+        axes = _product({"data": 0, "pipeline": stages, "fsdp": 0, "expert": expert})
         raise UserError(
-            f"global_batch_size = {global_batch_size} is not a multiple of {axes} parallelism = {batch};"
+            f"global_batch_size = {global_batch_size} is not a multiple of {axes} = {batch};"
             f" use {near}."
         )
+
+
+def _product(degrees: Mapping[str, int]) -> str:
+    """Such as 'data x fsdp parallelism': axes of one device are not worth a word, those given as 0 always are."""
+    return " x ".join(axis for axis, degree in degrees.items() if degree != 1) + " parallelism"
 
 
 def _tensor_dims(spec: ModelSpec) -> list[tuple[int, str]]:

@@ -3,6 +3,7 @@
 The devices need not be there: a mesh of a compile-only topology settles what real devices would.
 """
 
+import math
 from typing import Any
 
 from jax.sharding import Mesh
@@ -10,11 +11,14 @@ from jax.sharding import Mesh
 from slicewise.catalog import chips, flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
+from slicewise.costs.pipeline import settled
 from slicewise.errors import ExitCode, UserError
 from slicewise.kernels.attention import api as attention
 from slicewise.kernels.grouped_matmul import api as grouped_matmul
 from slicewise.model import params
 from slicewise.model.quantization import Quantization, check, slower
+from slicewise.parallel.pipeline import Pipeline
+from slicewise.parallel.rules import PIPELINE, RULES
 
 
 def kernels(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> dict[str, Any]:
@@ -29,7 +33,18 @@ def kernels(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> dict[str, Any]:
         ),
         "grouped": grouped_matmul.choose(mesh) if spec.experts else grouped_matmul.REFERENCE,
         "quantization": quantization(config, spec),
+        "pipeline": pipeline(config, spec, mesh),
     }
+
+
+def pipeline(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> Pipeline | None:
+    """How layers pass through stages; None on a mesh without. Raises UserError where they cannot."""
+    degrees = dict(mesh.shape)
+    shards = math.prod(degrees[axis] for axis in RULES["batch"] if axis != PIPELINE)
+    microbatches, keys = settled(config, spec, degrees[PIPELINE], shards), config.parallelism
+    if degrees[PIPELINE] == 1:
+        return None
+    return Pipeline(microbatches, keys.pipeline_repeats, keys.pipeline_gather)
 
 
 def quantization(config: RunConfig, spec: ModelSpec) -> Quantization | None:

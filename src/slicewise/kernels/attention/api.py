@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from slicewise.catalog import chips
 from slicewise.errors import UserError
 from slicewise.kernels.attention import chunked, reference
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import partition, unmapped
 
 CONTEXT = "context"  # what an implementation's backward pass reads, for checkpoint policies
 BLOCK = 128  # splash: sequences are multiples of the lanes of a vector register
@@ -186,8 +186,9 @@ def _above(
         K = k.shape[2]
         grouped = (q * scale).reshape(B, T, K, N // K, H)
         found = chunked.count_above(grouped, k, rows, columns, window, softcap, max_logit)
-        return jax.lax.psum(found, tuple(jax.sharding.get_abstract_mesh().axis_names))
+        return jax.lax.psum(found, tuple(axes))
 
+    axes = unmapped()
     row = partition("batch", "sequence")
     rows, columns = ((w.positions_BT, w.segments_BT) for w in (queries, keys))
     by_head = partition("batch", "sequence", "heads", "head_dim")
@@ -196,6 +197,7 @@ def _above(
         on_device,
         in_specs=(by_head, by_kv_head, (row, row), (row, row), PartitionSpec()),
         out_specs=PartitionSpec(),
+        axis_names=axes,
         check_vma=False,
     )(jax.lax.stop_gradient(q_BTNH), jax.lax.stop_gradient(k_BSKH), rows, columns, window)
 
@@ -264,6 +266,7 @@ def _by_device(
         on_device,
         in_specs=(by_head, by_kv_head, by_kv_head, partition("heads"), *specs),
         out_specs=by_head,
+        axis_names=unmapped(),
         check_vma=False,  # a kernel call does not say over which axes its result varies
     )(*operands, *others)
 
