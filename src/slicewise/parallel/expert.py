@@ -61,25 +61,24 @@ def mixed(
     tokens = partition("batch", "sequence", "activation")
 
     def on_device(x_BTD: jax.Array, choice_BTK: jax.Array, share_BTK: jax.Array, weights: Any) -> jax.Array:
-        x_BTD, share_BTK, w = _varying((x_BTD, share_BTK, prepare(weights)))
-        choice_BTK = _varying(choice_BTK)
+        x_BTD, share_BTK, w = _varying((x_BTD, share_BTK, prepare(weights)), mapped)
+        choice_BTK = _varying(choice_BTK, mapped)
         if dispatch.kind == "capacity":
             y_BTD = _capacity(x_BTD, choice_BTK, share_BTK, w, experts, dispatch.factor, batched)
         else:
-            y_BTD = _dropless(x_BTD, choice_BTK, share_BTK, w, experts, dispatch.factor, grouped, tuple(mapped))
+            y_BTD = _dropless(x_BTD, choice_BTK, share_BTK, w, experts, dispatch.factor, grouped, mapped)
         return jax.lax.psum(y_BTD, "tensor")
 
     mapped = unmapped()
     sharded = jax.shard_map(
-        on_device, in_specs=(tokens, tokens, tokens, weight_specs), out_specs=tokens, axis_names=mapped
+        on_device, in_specs=(tokens, tokens, tokens, weight_specs), out_specs=tokens, axis_names={*mapped}
     )
     weights = jax.tree.map(jax.sharding.reshard, weights, weight_specs)
     return sharded(x_BTD, choice_BTK, share_BTK, weights)
 
 
-def _varying(tree: Any) -> Any:
+def _varying(tree: Any, axes: tuple[str, ...]) -> Any:
     """Typed as different on every device, so that gradients are summed once, where the values come in."""
-    axes = jax.sharding.get_abstract_mesh().axis_names
 
     def vary(x: jax.Array) -> jax.Array:
         absent = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)

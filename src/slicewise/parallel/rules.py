@@ -51,9 +51,10 @@ def in_stage() -> bool:
     return jax.sharding.get_abstract_mesh().manual_axes == (PIPELINE,)
 
 
-def unmapped() -> set[str]:
+def unmapped() -> tuple[str, ...]:
     """The mesh axes that shard_map can still map: all of them, or within a stage the others."""
-    return set(jax.sharding.get_abstract_mesh().axis_names) - ({PIPELINE} if in_stage() else set())
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return tuple(axis for axis in names if axis != PIPELINE) if in_stage() else names
 
 
 def residual(tokens: int) -> PartitionSpec:

@@ -186,7 +186,7 @@ def _above(
         K = k.shape[2]
         grouped = (q * scale).reshape(B, T, K, N // K, H)
         found = chunked.count_above(grouped, k, rows, columns, window, softcap, max_logit)
-        return jax.lax.psum(found, tuple(axes))
+        return jax.lax.psum(found, axes)
 
     axes = unmapped()
     row = partition("batch", "sequence")
@@ -197,7 +197,7 @@ def _above(
         on_device,
         in_specs=(by_head, by_kv_head, (row, row), (row, row), PartitionSpec()),
         out_specs=PartitionSpec(),
-        axis_names=axes,
+        axis_names={*axes},
         check_vma=False,
     )(jax.lax.stop_gradient(q_BTNH), jax.lax.stop_gradient(k_BSKH), rows, columns, window)
 
@@ -266,7 +266,7 @@ def _by_device(
         on_device,
         in_specs=(by_head, by_kv_head, by_kv_head, partition("heads"), *specs),
         out_specs=by_head,
-        axis_names=unmapped(),
+        axis_names={*unmapped()},
         check_vma=False,  # a kernel call does not say over which axes its result varies
     )(*operands, *others)
 
