@@ -3,18 +3,20 @@
 Dims in names: R rounds of the schedule, K groups of layers a stage and round, B batch, T tokens, D d_model.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.ad_checkpoint import checkpoint_name
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.kernels.attention.api import Tokens
 from slicewise.model import params, rope
+from slicewise.model.remat import GATHERED
 from slicewise.parallel.pipeline import Pipeline, pipelined
-from slicewise.parallel.rules import FSDP_DIMS, partition
+from slicewise.parallel.rules import FSDP_DIMS, PIPELINE, RULES, partition, unmapped
 
 
 def places(spec: ModelSpec, where: Tokens) -> tuple[Tokens, list | None]:
@@ -42,23 +44,27 @@ def through_stages(
     dense = trees.layers if spec.experts is None else trees.dense_layers
     layout = tuple(trees.layers if is_sparse else dense for is_sparse in sparse)
 
-    def own(tree: Any, round_: jax.Array) -> Any:
-        """A layer's weights of the round; taken within the checkpoint, for else each tick would keep a copy."""
+    def of_round(tree: Any, round_: jax.Array) -> Any:
+        """Taken within the checkpoint, for else each tick would keep a copy of its weights."""
         if rounds == 1:
             return tree
         return jax.tree.map(lambda w_R: jax.lax.dynamic_index_in_dim(w_R, round_, 0, False), tree)
 
-    @checkpointed
-    def one(w: Any, x_BTD: jax.Array, is_global: jax.Array, round_: jax.Array, here: tuple) -> tuple:
-        x_BTD, _, usage = layer(own(w, round_), x_BTD, own(is_global, round_), None, here)
+    def one(place: int, w: Any, x_BTD: jax.Array, is_global: jax.Array, round_: jax.Array, here: tuple) -> tuple:
+        w, is_global = of_round((w, is_global), round_)
+        if pipeline.gather == "microbatch":
+            w = jax.tree.map(_gathered, layout[place], w)
+        x_BTD, _, usage = layer(w, x_BTD, is_global, None, here)
         return x_BTD, usage
+
+    ones = [checkpointed(functools.partial(one, place)) for place in range(len(sparse))]
 
     def stage(weights: tuple, round_: jax.Array, x_BTD: jax.Array, where: Tokens) -> tuple[jax.Array, Any]:
         here = places(spec, where)
 
         def group(x_BTD: jax.Array, given: tuple) -> tuple[jax.Array, Any]:
             usage = None
-            for w, is_global in zip(*given, strict=True):
+            for one, w, is_global in zip(ones, *given, strict=True):
                 x_BTD, found = one(w, x_BTD, is_global, round_, here)
                 usage = usage if found is None else found
             return x_BTD, usage
@@ -92,7 +98,16 @@ def _cast(path: tuple, weight: params.Weight, w: jax.Array, dtype: jnp.dtype) ->
 
 
 def _gathered(weight: params.Weight, w: jax.Array) -> jax.Array:
-    """``w`` [..., dims of one layer] whole over the axes that divide it as FSDP does."""
-    dims = ("activation" if dim in FSDP_DIMS else dim for dim in weight.dims[1:])
-    spec = partition(*dims)
-    return jax.sharding.reshard(w, PartitionSpec(*[None] * (w.ndim - len(spec)), *spec))
+    """``w`` [..., dims of one layer] whole over the axes that divide it as FSDP does; the transpose reduce-scatters."""
+    sizes, spec = jax.sharding.get_abstract_mesh().shape, jax.typeof(w).sharding.spec
+    for place, dim in enumerate(weight.dims[1:], w.ndim - len(weight.dims[1:])):
+        rule = RULES[dim] if dim in FSDP_DIMS else ()
+        axes = tuple(axis for axis in rule if axis != PIPELINE and sizes[axis] > 1)
+        if axes:
+            # Mapped over the axes that are left: the reduce-scatter of an array that they divide cannot be lowered.
+            gather = functools.partial(jax.lax.all_gather, axis_name=axes, axis=place, tiled=True)
+            mapped = jax.shard_map(
+                gather, in_specs=spec, out_specs=spec, axis_names={*unmapped()}, check_vma=False
+            )
+            w = checkpoint_name(mapped(w), GATHERED)
+    return w

@@ -1,7 +1,7 @@
 """Layers divided over stages, and microbatches that pass through all stages one after the other.
 
-All stages run one program (shard_map over the pipeline axis alone; the other axes stay as the model has them). At each
-tick a stage takes what the stage before it made at the last tick, the first stage a new microbatch. Autodiff runs the
+All stages run one program. It is mapped over the axes that divide the batch as well (shard_map over STAGE_AXES; the
+others stay as the model has them), so that gradients are summed over them once a step and not at each tick. At each tick a stage takes what the stage before it made at the last tick, the first stage a new microbatch. Autodiff runs the
 ticks backwards: all forward passes, then all backward passes (GPipe, Huang et al. 2019). With several rounds a stage
 holds that many shares of the layers, which are far apart in the model, and a microbatch comes by as often: the
 schedule is circular (Narayanan et al. 2021, section 2.2), and the ends of a step idle for shorter.
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from slicewise.parallel.rules import PIPELINE as AXIS
-from slicewise.parallel.rules import RULES, unstacked
+from slicewise.parallel.rules import RULES, STAGE_AXES, unstacked
 
 Weights = Any  # a tree of arrays that belong to layers; [R, K, ...] for one stage
 # (weights of a stage [K, R, ...], round, x, rows of the tree that goes with x) -> (x, sums [K, ...])
@@ -109,17 +109,23 @@ def pipelined(
         done = place(jnp.arange(count), me, stages, how)
         of_round_NR = jax.nn.one_hot(done.round_, R) * done.is_real[:, None]
         sums = jax.tree.map(lambda s_N: jnp.einsum("nr,n...->r...", of_round_NR, s_N)[None], sums_N)
+        sums = jax.lax.psum(sums, STAGE_AXES[1:])
         return jnp.roll(out_G, -(stages % len(out_G)), axis=0), sums
 
+    arguments = (
+        weights,
+        _cut(x, M // stages),
+        jax.tree.map(lambda b: _whole(_cut(b, M // stages)), beside),
+    )
+    specs = jax.tree.map(_mapped, arguments)
     mapped = jax.shard_map(
         on_stage,
-        in_specs=(PartitionSpec(AXIS), PartitionSpec(AXIS), PartitionSpec()),
-        out_specs=PartitionSpec(AXIS),
-        axis_names={AXIS},
-        check_vma=False,  # else a mapping within, such as that over experts, finds this axis in its residuals
+        in_specs=specs,
+        out_specs=(specs[1], PartitionSpec(AXIS)),
+        axis_names={*STAGE_AXES},
+        check_vma=False,  # else a mapping within, such as that over experts, looks for these axes in its residuals
     )
-    beside_M = jax.tree.map(lambda b: _whole(_cut(b, M // stages)), beside)
-    out_M, sums = mapped(weights, _cut(x, M // stages), beside_M)
+    out_M, sums = mapped(*arguments)
     return _joined(out_M, x), jax.tree.map(_in_order, sums)
 
 
@@ -191,6 +197,16 @@ def _joined(x_M: jax.Array, like: jax.Array) -> jax.Array:
         in_specs=jax.typeof(x_M).sharding.spec,
         out_specs=jax.typeof(like).sharding.spec,
     )(x_M)
+
+
+def _mapped(x: jax.Array) -> PartitionSpec:
+    """What the axes of a stage divide of ``x``; the others go on to divide it within."""
+
+    def axes(entry: Any) -> Any:
+        entry = entry if isinstance(entry, tuple) else (entry,)
+        return tuple(axis for axis in entry if axis in STAGE_AXES) or None
+
+    return PartitionSpec(*map(axes, jax.typeof(x).sharding.spec))
 
 
 def _whole(x_M: jax.Array) -> jax.Array:

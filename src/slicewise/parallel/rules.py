@@ -25,6 +25,7 @@ RULES: Mapping[str, str | tuple[str, ...]] = {
     "tokens": "tensor",  # the tokens of the residual stream: see residual
 }
 PIPELINE = "pipeline"
+STAGE_AXES = ("pipeline", "data", "fsdp", "expert")  # that a stage's code is mapped over
 FSDP_DIMS = ("embed", "latent", "expert_embed")  # of weights, what fully sharded data parallelism divides
 WHOLE = frozenset({"layers", "sequence", "activation", "head_dim"})  # dims that no axis divides
 
@@ -33,10 +34,10 @@ def partition(*dims: str) -> PartitionSpec:
     """The PartitionSpec of an array with these logical dims.
 
     The pipeline axis divides the first dim that has it: staged layers, or outside of them what fsdp divides. Within a
-    stage there is none.
+    stage only the axes that are left divide anything.
     """
     assert all(dim in RULES or dim in WHOLE for dim in dims), dims
-    used = {PIPELINE} if in_stage() else set()
+    used = {*STAGE_AXES} if in_stage() else set()
     entries: list[Any] = []
     for dim in dims:
         rule = RULES.get(dim, ())
@@ -48,13 +49,13 @@ def partition(*dims: str) -> PartitionSpec:
 
 def in_stage() -> bool:
     """Whether the code in force is that of one stage of a pipeline, see parallel.pipeline."""
-    return jax.sharding.get_abstract_mesh().manual_axes == (PIPELINE,)
+    return {*jax.sharding.get_abstract_mesh().manual_axes} == {*STAGE_AXES}
 
 
 def unmapped() -> tuple[str, ...]:
     """The mesh axes that shard_map can still map: all of them, or within a stage the others."""
     names = jax.sharding.get_abstract_mesh().axis_names
-    return tuple(axis for axis in names if axis != PIPELINE) if in_stage() else names
+    return tuple(axis for axis in names if axis not in STAGE_AXES) if in_stage() else names
 
 
 def residual(tokens: int) -> PartitionSpec:
