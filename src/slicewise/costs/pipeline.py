@@ -1,11 +1,10 @@
 """What a pipeline may be: stages and rounds that divide the layers, microbatches that divide the batch."""
 
-from slicewise.catalog.model import ModelSpec
-from slicewise.config import RunConfig
 from slicewise.costs.parallelism import pipeline_bubble
 from slicewise.errors import UserError
 
 MOST_IDLE = 0.1  # share of a step that a pipeline should idle at most
+REPEATS = (1, 2, 4)  # rounds that a plan considers
 
 
 def microbatches(sequences: int, stages: int, repeats: int = 1) -> int:
@@ -24,22 +23,32 @@ def counts(sequences: int, stages: int) -> tuple[int, ...]:
     return tuple(m for m in range(stages, sequences + 1, stages) if sequences % m == 0)
 
 
-def settled(config: RunConfig, spec: ModelSpec, stages: int, shards: int) -> int:
-    """The microbatches of a pipeline of ``stages`` whose batch is divided over ``shards`` beside.
+def settled(
+    model: str,
+    groups: int,
+    *,
+    stages: int,
+    shards: int,
+    batch: int,
+    steps: int,
+    asked: int,
+    repeats: int,
+) -> int:
+    """The microbatches of a pipeline: ``asked``, or where that is 0 those that microbatches chooses.
 
-    Raises UserError where stages do not divide the layers, or the batch does not give microbatches of whole sequences.
+    ``model`` has ``groups`` equal groups of layers; ``batch`` sequences are divided over ``shards`` beside the stages,
+    and over ``steps`` of accumulation. Raises UserError where stages and rounds do not divide the layers, or the batch
+    does not give microbatches of whole sequences.
     """
-    keys = config.parallelism
     if stages == 1:
-        for key in ("pipeline_microbatches", "pipeline_repeats"):
-            if (value := getattr(keys, key)) > 1:
+        for key, value in (("pipeline_microbatches", asked), ("pipeline_repeats", repeats)):
+            if value > 1:
                 raise UserError(
                     f"{key} = {value} needs a pipeline of several stages; set ici_pipeline_parallelism or"
                     " dcn_pipeline_parallelism above 1, or leave it out."
                 )
         return 1
-    check_layers(spec, stages, keys.pipeline_repeats)
-    steps, batch = config.optimizer.gradient_accumulation_steps, config.data.global_batch_size
+    check_layers(model, groups, stages, repeats)
     sequences = batch // (shards * steps)
     legal = counts(sequences, stages)
     if batch % (shards * steps) or not legal or sequences % stages:
@@ -50,7 +59,7 @@ def settled(config: RunConfig, spec: ModelSpec, stages: int, shards: int) -> int
             f" multiple of stages x data shards x accumulation steps = {unit}; use"
             f" {f'{below} or ' if below else ''}{below + unit}."
         )
-    asked = keys.pipeline_microbatches or microbatches(sequences, stages, keys.pipeline_repeats)
+    asked = asked or microbatches(sequences, stages, repeats)
     if asked not in legal:
         small = " has less than one sequence in a microbatch" if asked > sequences else ""
         raise UserError(
@@ -60,17 +69,19 @@ def settled(config: RunConfig, spec: ModelSpec, stages: int, shards: int) -> int
     return asked
 
 
-def check_layers(spec: ModelSpec, stages: int, repeats: int = 1) -> None:
+def check_layers(model: str, groups: int, stages: int, repeats: int = 1) -> None:
     """Raises UserError where ``stages`` x ``repeats`` shares of the layers would not be equal."""
-    count = spec.staged_groups
-    if count % (stages * repeats) == 0:
+    if groups % (stages * repeats) == 0:
         return
-    layers = spec.groups.layers
-    what = f"{count} layers" if count == spec.layers else f"{count} equal groups of {layers} layers"
-    what = f"{count} sparse layers" if layers == 1 and count < spec.layers else what
-    product = f" x pipeline_repeats {repeats} =" if repeats > 1 else ""
-    fitting = [str(d) for d in range(1, count + 1) if count % d == 0]
+    fitting = ", ".join(str(d) for d in range(1, groups + 1) if groups % d == 0)
+    product = f"{stages} x pipeline_repeats {repeats} = " if repeats > 1 else ""
     raise UserError(
-        f"pipeline parallelism{f' {stages}{product}' if product else ''} {stages * repeats} does not divide the {what}"
-        f" of {spec.name}; choose one of {', '.join(fitting)}."
+        f"pipeline parallelism {product}{stages * repeats} does not divide the {groups} equal layers of {model};"
+        f" choose one of {fitting}."
     )
+
+
+def rounds(stages: int, microbatches: int, groups: int) -> int:
+    """The fewest rounds that idle no more than MOST_IDLE, of those that divide the layers; else the most."""
+    legal = [r for r in REPEATS if groups % (stages * r) == 0]
+    return next((r for r in legal if pipeline_bubble(stages, microbatches, r) <= MOST_IDLE), legal[-1])

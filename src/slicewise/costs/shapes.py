@@ -101,6 +101,7 @@ class ModelShape:
     tied_embeddings: bool
     other_parameters: int = 0  # final norm, position table, per-layer embedding tables
     prediction_heads: int = 0  # extra passes through the output matrix (multi-token prediction)
+    staged_groups: int = 1  # equal layers, or groups of them, that a pipeline divides
 
     @functools.cached_property
     def layer_count(self) -> int:
@@ -191,6 +192,7 @@ def model_shape(spec: ModelSpec) -> ModelShape:
         spec.tied_embeddings,
         other_parameters=norm + position + spec.prediction_layers * merge,
         prediction_heads=spec.prediction_layers,
+        staged_groups=spec.staged_groups,
     )
 
 

@@ -15,7 +15,7 @@ from slicewise.catalog.model import ModelSpec
 from slicewise.kernels.attention.api import Tokens
 from slicewise.model import params, rope
 from slicewise.model.remat import GATHERED
-from slicewise.parallel.pipeline import Pipeline, pipelined
+from slicewise.parallel.pipeline import Pipeline, of_round, pipelined
 from slicewise.parallel.rules import FSDP_DIMS, PIPELINE, RULES, partition, unmapped
 
 
@@ -39,19 +39,14 @@ def through_stages(
     """``x`` through the groups of layers whose weights are ``pattern``, one tree with leading L for each layer of a
     group; and the usage of the groups' sparse layers. ``is_global``: bool [L, layers of a group].
     """
-    rounds = pipeline.repeats
     trees = params.weights(spec)
     dense = trees.layers if spec.experts is None else trees.dense_layers
     layout = tuple(trees.layers if is_sparse else dense for is_sparse in sparse)
 
-    def of_round(tree: Any, round_: jax.Array) -> Any:
-        """Taken within the checkpoint, for else each tick would keep a copy of its weights."""
-        if rounds == 1:
-            return tree
-        return jax.tree.map(lambda w_R: jax.lax.dynamic_index_in_dim(w_R, round_, 0, False), tree)
-
     def one(place: int, w: Any, x_BTD: jax.Array, is_global: jax.Array, round_: jax.Array, here: tuple) -> tuple:
-        w, is_global = of_round((w, is_global), round_)
+        if pipeline.repeats > 1:  # within the checkpoint, for else each tick would keep a copy of its weights
+            w = jax.tree.map(lambda w_R: of_round(w_R, round_), w)
+            is_global = is_global[round_]
         if pipeline.gather == "microbatch":
             w = jax.tree.map(_gathered, layout[place], w)
         x_BTD, _, usage = layer(w, x_BTD, is_global, None, here)

@@ -180,6 +180,19 @@ def _dealt(weights: Weights, stages: int, rounds: int) -> Weights:
     return jax.tree.map(deal, weights)
 
 
+@jax.custom_vjp
+def of_round(w_R: jax.Array, round_: jax.Array) -> jax.Array:
+    """The weight of one round. The transpose is spelled out as a mask, which fuses with what comes next."""
+    return jax.lax.dynamic_index_in_dim(w_R, round_, 0, False)
+
+
+def _of_round_backward(is_round_R: jax.Array, grad: jax.Array) -> tuple:
+    return jnp.where(is_round_R.reshape(-1, *[1] * grad.ndim), grad, 0), None
+
+
+of_round.defvjp(lambda w_R, round_: (of_round(w_R, round_), jnp.arange(len(w_R)) == round_), _of_round_backward)
+
+
 def _cut(x: jax.Array, per_stage: int) -> jax.Array:
     """[M, B / M, ...]: each device cuts its own rows, nothing moves. Microbatches are divided over the pipeline."""
     spec = jax.typeof(x).sharding.spec

@@ -94,7 +94,7 @@ def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -
     """Raises UserError when ``degrees`` (mesh axis -> size) does not divide the dims that it shards."""
     tensor, expert, stages = degrees["tensor"], degrees["expert"], degrees.get(PIPELINE, 1)
     sharded = stages * degrees["fsdp"] * expert
-    check_layers(spec, stages)
+    check_layers(spec.name, spec.staged_groups, stages)
     for count, name in _tensor_dims(spec):
         if count % tensor:
             raise UserError(

@@ -4,6 +4,7 @@ import math
 
 from slicewise.catalog.slices import Cluster
 from slicewise.costs.layout import Layout
+from slicewise.costs.pipeline import check_layers
 from slicewise.costs.shapes import ModelShape
 from slicewise.errors import UserError
 from slicewise.plan.layouts import MAX_TENSOR, Limits, divisors, limits_of
@@ -32,6 +33,8 @@ def check_layout(shape: ModelShape, cluster: Cluster, layout: Layout, seq: int) 
         )
     shards = layout.data_shards // layout.ici.context
     shards *= layout.accumulation_steps * layout.pipeline_microbatches
+    if (stages := int(layout.total("pipeline"))) > 1:
+        check_layers(shape.name, shape.staged_groups, stages, int(layout.pipeline_repeats))
     if layout.global_batch % shards:
         near = max(1, round(layout.global_batch / shards)) * shards
         raise UserError(

@@ -41,7 +41,17 @@ def pipeline(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> Pipeline | None:
     """How layers pass through stages; None on a mesh without. Raises UserError where they cannot."""
     degrees = dict(mesh.shape)
     shards = math.prod(degrees[axis] for axis in RULES["batch"] if axis != PIPELINE)
-    microbatches, keys = settled(config, spec, degrees[PIPELINE], shards), config.parallelism
+    keys = config.parallelism
+    microbatches = settled(
+        spec.name,
+        spec.staged_groups,
+        stages=degrees[PIPELINE],
+        shards=shards,
+        batch=config.data.global_batch_size,
+        steps=config.optimizer.gradient_accumulation_steps,
+        asked=keys.pipeline_microbatches,
+        repeats=keys.pipeline_repeats,
+    )
     if degrees[PIPELINE] == 1:
         return None
     return Pipeline(microbatches, keys.pipeline_repeats, keys.pipeline_gather)
