@@ -25,7 +25,8 @@ from pydantic import (
 from slicewise.catalog.model import first_problem
 from slicewise.errors import UserError, did_you_mean
 
-AXES = ("data", "pipeline", "fsdp", "expert", "tensor")  # mesh axes, slowest first; each has an ici_ and a dcn_ key
+# Mesh axes, slowest first; each has an ici_ and a dcn_ key.
+AXES = ("data", "pipeline", "fsdp", "expert", "tensor")
 
 
 class Part(BaseModel):

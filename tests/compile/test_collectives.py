@@ -96,6 +96,18 @@ def test_a_group_across_slices_is_paid_at_the_rate_of_the_data_centre_network():
     assert pair.label == "dcn data"
 
 
+def test_a_permute_is_of_the_axis_along_which_it_sends_and_not_of_devices_that_send_to_themselves():
+    where = layout("v5p:4x4x4", 2, data=2, pipeline=4, fsdp=16)
+    device = device_of(where.cluster.chip)
+    pairs = "source_target_pairs={{0,0},{16,32},{32,16},{48,48}}"
+    dealt = collectives.collective(Instruction("p", "collective-permute", "", "", pairs), 1e9, where, device)
+    assert dealt.label == "pipeline"
+    across = "source_target_pairs={{0,0},{64,0},{0,64}}"
+    sent = collectives.collective(Instruction("p", "collective-permute", "", "", across), 1e9, where, device)
+    assert sent.label == "dcn data"
+    assert sent.seconds == pytest.approx(1e9 / device.dcn_bytes_per_s)
+
+
 def test_a_permute_to_a_neighbour_uses_one_direction_and_wraps_the_short_way():
     where = layout()
     device = device_of(where.cluster.chip)

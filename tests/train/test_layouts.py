@@ -51,7 +51,7 @@ TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, ot
     (DENSE, DROPLESS, 1, {"pipeline": 2}, {}, 1, {"pipeline_repeats": 2, "pipeline_microbatches": 4}),
     (DENSE, DROPLESS, 1, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {}, 2, {"pipeline_gather": "microbatch"}),
     (DENSE, DROPLESS, 2, {"data": 2, "fsdp": 2}, {"pipeline": 2}, 1, {"pipeline_repeats": 2}),
-    (MOE, DROPLESS, 1, {"pipeline": 2, "expert": 4}, {}, 1, {}),
+    (MOE, CAPACITY, 1, {"pipeline": 2, "tensor": 2}, {}, 1, {}),
     (MLA, TIGHT, 1, {"pipeline": 2, "fsdp": 2, "expert": 2}, {}, 1, {}),
 ]
 

@@ -68,11 +68,11 @@ class LatentAttention(Record):
 
 
 class Groups(NamedTuple):
-    """``count`` equal groups of ``layers`` layers each, from layer ``first``."""
+    """``number`` equal groups of ``layers`` layers each, from layer ``first``."""
 
     first: int
     layers: int
-    count: int
+    number: int
 
 
 class ModelSpec(Record):
@@ -153,7 +153,7 @@ class ModelSpec(Record):
         """How many of them a pipeline can divide over its stages: 1 where dense layers of groups and around them are
         stored as one stack."""
         g = self.groups
-        return 1 if g.layers > 1 and g.layers * g.count < self.layers else g.count
+        return 1 if g.layers > 1 and g.layers * g.number < self.layers else g.number
 
     def layer_is_global(self, layer: int) -> bool:
         """Whether layer ``layer`` (from 0) attends to the whole context instead of the sliding window."""

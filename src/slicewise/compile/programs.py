@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from slicewise.config import RunConfig
+from slicewise.errors import UserError
 from slicewise.model import transformer
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import PIPELINE, partition
 from slicewise.train.generate import build_generate_step
 from slicewise.train.step import TrainStep, build_train_step
 
@@ -28,7 +29,7 @@ def build_program(name: str, config: RunConfig, mesh: Mesh) -> Program:
     """``update`` is a training step, ``init`` makes its first state, ``evaluate`` scores a batch; ``prefill`` reads
     global_batch_size prompts of sequence_length tokens, ``decode`` adds a token to each.
 
-    Raises UserError as build_train_step does.
+    Raises UserError as build_train_step does, and for the latter two over a pipeline.
     """
     step = build_train_step(config, mesh)
     params = step.abstract_state.params
@@ -43,6 +44,11 @@ def build_program(name: str, config: RunConfig, mesh: Mesh) -> Program:
 
 
 def _generation(name: str, config: RunConfig, step: TrainStep) -> Program:
+    if step.mesh.shape[PIPELINE] > 1:
+        raise UserError(
+            f"the program {name} does not run over a pipeline, as generate does not: every layer is on every device;"
+            " set the pipeline's degrees to 1."
+        )
     dtype = jnp.dtype(config.model.compute_dtype)
     functions = build_generate_step(step.spec, step.mesh, dtype)
     rows, length = config.data.global_batch_size, config.data.sequence_length

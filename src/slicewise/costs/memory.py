@@ -91,7 +91,9 @@ class Peak:
     working: Number
     output: Number
     tokens: Number
-    in_flight: Number  # tokens whose activations one stage keeps, in units of all layers: idle ticks keep some too
+    in_flight: (
+        Number  # tokens whose activations one stage keeps, in units of all layers: idle ticks keep some too
+    )
     waiting: Number  # bytes of microbatches before and behind the stages, and of their gradients
 
 

@@ -61,10 +61,10 @@ def settled(
         )
     asked = asked or microbatches(sequences, stages, repeats)
     if asked not in legal:
-        small = " has less than one sequence in a microbatch" if asked > sequences else ""
+        wrong = "has less than one sequence in a microbatch" if asked > sequences else "does not fit"
         raise UserError(
-            f"pipeline_microbatches = {asked}{small or ' does not fit'}: expected a multiple of the {stages} stages that"
-            f" divides the {sequences} sequences of a data shard, one of {', '.join(map(str, legal))}."
+            f"pipeline_microbatches = {asked} {wrong}: expected a multiple of the {stages} stages that divides the"
+            f" {sequences} sequences of a data shard, one of {', '.join(map(str, legal))}."
         )
     return asked
 

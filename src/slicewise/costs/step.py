@@ -156,7 +156,9 @@ def price(
     exposed: Parts = {}
     communication: Parts = {}
     stage_s: Number = 0.0  # one microbatch through all layers of one stage, both passes
-    once_s: Number = 0.0  # communication of a stage that no compute hides: before its first tick and after the last
+    once_s: Number = (
+        0.0  # communication of a stage that no compute hides: before its first tick and after the last
+    )
     is_staged, keeps = stages > 1, layout.keeps_gathered
     host_wait: Number = 0.0
     for layer in shape.layers:
@@ -201,8 +203,8 @@ def price(
 def _split(one: Pass, is_staged: Number, keeps: Number, micro: Number) -> tuple[Parts, Pass]:
     """(what a stage communicates once a step for a layer, the pass of a microbatch without that).
 
-    Gradients are summed over replicas once whatever the layout; a stage that keeps its weights gathers them and scatters
-    their gradients once in an accumulation step, and gathers none for the backward pass.
+    Gradients are summed over replicas once whatever the layout. A stage that keeps its weights gathers them and
+    scatters their gradients once in an accumulation step, and gathers none for the backward pass.
     """
     at_ends, each = {}, {}
     for axis, spent in one.communication.items():

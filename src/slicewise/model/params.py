@@ -146,7 +146,9 @@ def weights(spec: ModelSpec) -> Params:
     vocab = (padded_vocab(spec), "vocab")
     sparse = sum(spec.layer_is_sparse(layer) for layer in range(spec.layers))
     dense = spec.layers - sparse
-    between = "staged_layers" if spec.groups.layers > 1 else "layers"  # those before all sparse ones have no stage
+    between = (
+        "staged_layers" if spec.groups.layers > 1 else "layers"
+    )  # those before all sparse ones have no stage
     return Params(
         embed=_normal(0.02, vocab, embed),
         position=_normal(0.02, (spec.max_context, "sequence"), embed) if spec.position == "learned" else None,

@@ -43,7 +43,9 @@ def through_stages(
     dense = trees.layers if spec.experts is None else trees.dense_layers
     layout = tuple(trees.layers if is_sparse else dense for is_sparse in sparse)
 
-    def one(place: int, w: Any, x_BTD: jax.Array, is_global: jax.Array, round_: jax.Array, here: tuple) -> tuple:
+    def one(
+        place: int, w: Any, x_BTD: jax.Array, is_global: jax.Array, round_: jax.Array, here: tuple
+    ) -> tuple:
         if pipeline.repeats > 1:  # within the checkpoint, for else each tick would keep a copy of its weights
             w = jax.tree.map(lambda w_R: of_round(w_R, round_), w)
             is_global = is_global[round_]
@@ -75,10 +77,8 @@ def through_stages(
     by_place = tuple(
         jax.sharding.reshard(is_global[:, place], partition("staged_layers")) for place in range(len(sparse))
     )
-    narrow = jax.tree.map_with_path(lambda path, *leaf: _cast(path, *leaf, dtype), layout, pattern)
-    return pipelined(
-        stage, (narrow, by_place), x_BTD, where, pipeline, prepare=prepare, idle=_without_tokens
-    )
+    narrow = jax.tree.map_with_path(lambda path, weight, w: _cast(path, weight, w, dtype), layout, pattern)
+    return pipelined(stage, (narrow, by_place), x_BTD, where, pipeline, prepare=prepare, idle=_without_tokens)
 
 
 def _without_tokens(where: Tokens, is_real: jax.Array) -> Tokens:
@@ -93,7 +93,7 @@ def _cast(path: tuple, weight: params.Weight, w: jax.Array, dtype: jnp.dtype) ->
 
 
 def _gathered(weight: params.Weight, w: jax.Array) -> jax.Array:
-    """``w`` [..., dims of one layer] whole over the axes that divide it as FSDP does; the transpose reduce-scatters."""
+    """``w`` [..., dims of one layer] whole over the axes that divide it as FSDP does; its transpose scatters."""
     sizes, spec = jax.sharding.get_abstract_mesh().shape, jax.typeof(w).sharding.spec
     for place, dim in enumerate(weight.dims[1:], w.ndim - len(weight.dims[1:])):
         rule = RULES[dim] if dim in FSDP_DIMS else ()

@@ -71,7 +71,9 @@ def mixed(
         return jax.lax.psum(y_BTD, "tensor")
 
     within_stage = in_stage()
-    together = tuple(a for a in jax.sharding.get_abstract_mesh().axis_names if not within_stage or a != PIPELINE)
+    together = tuple(
+        a for a in jax.sharding.get_abstract_mesh().axis_names if not within_stage or a != PIPELINE
+    )
     sharded = jax.shard_map(
         on_device,
         in_specs=(tokens, tokens, tokens, weight_specs),

@@ -1,15 +1,19 @@
 """Layers divided over stages, and microbatches that pass through all stages one after the other.
 
-All stages run one program. It is mapped over the axes that divide the batch as well (shard_map over STAGE_AXES; the
-others stay as the model has them), so that gradients are summed over them once a step and not at each tick. At each tick a stage takes what the stage before it made at the last tick, the first stage a new microbatch. Autodiff runs the
-ticks backwards: all forward passes, then all backward passes (GPipe, Huang et al. 2019). With several rounds a stage
-holds that many shares of the layers, which are far apart in the model, and a microbatch comes by as often: the
-schedule is circular (Narayanan et al. 2021, section 2.2), and the ends of a step idle for shorter.
+All stages run one program. At each tick a stage takes what the stage before it made at the last tick, the first stage
+a new microbatch. Autodiff runs the ticks backwards: all forward passes, then all backward passes (GPipe, Huang et al.
+2019). With several rounds a stage holds that many shares of the layers, which are far apart in the model, and a
+microbatch comes by as often: the schedule is circular (Narayanan et al. 2021, section 2.2), and the ends of a step idle
+for shorter.
+
+The program is mapped over the axes that divide the batch as well (shard_map over STAGE_AXES; the others stay as the
+model has them), so that gradients are summed over them once a step and not at each tick.
 
 A batch is divided over the pipeline axis outside of the layers: each stage embeds its own rows and computes their loss.
 So a microbatch travels to the first stage and its output back; both hops lie beside a tick's work and not before it.
 
-Dims in names: P stages, M microbatches, G = M / P of one stage, R rounds, K layers a stage and round, B batch, T tokens.
+Dims in names: P stages, M microbatches, G = M / P of one stage, N ticks, R rounds, K layers of one stage and round,
+B batch, T tokens.
 """
 
 import math
@@ -31,7 +35,7 @@ Stage = Callable[[Weights, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How the layers of a model are run on a mesh whose pipeline axis has several stages."""
+    """How layers are run on a mesh whose pipeline axis has several stages."""
 
     microbatches: int  # a multiple of the stages
     repeats: int = 1  # rounds
@@ -75,8 +79,8 @@ def pipelined(
     """``x`` [B, T, ...] through all layers, and the sums [L, ...] over microbatches of what they return.
 
     ``weights``: leaves [L, ...] in the order of the layers, divided over the pipeline axis. ``beside``: a tree of small
-    arrays [B, T], of which every stage holds all. On each stage ``prepare`` is applied once to its weights, and ``idle``
-    to the rows of ``beside`` at every tick, with whether the tick is real.
+    arrays [B, T], of which every stage holds all. On each stage ``prepare`` is applied once to its weights, and
+    ``idle`` to the rows of ``beside`` at every tick, with whether the tick is real.
     """
     stages = jax.sharding.get_abstract_mesh().shape[AXIS]
     M, R = how.microbatches, how.repeats
@@ -157,8 +161,8 @@ def _dealt(weights: Weights, stages: int, rounds: int) -> Weights:
     """Leaves [K R, ...] of the layers that a stage stores, as [K, R, ...] of those that it computes.
 
     A stage stores consecutive layers whatever the schedule, so that a checkpoint knows none. It computes every P-th
-    share of K layers. Of the ``rounds`` permutes each moves one share from every stage, and to every stage: stages whose
-    first shares go to the same stage (P / g apart, g the common divisor) start with different ones.
+    share of K layers. Of the ``rounds`` permutes each moves one share from every stage, and to every stage: stages
+    whose first shares go to the same stage (P / g apart, g the common divisor) start with different ones.
     """
     apart = stages // math.gcd(stages, rounds)
     me = jax.lax.axis_index(AXIS)
@@ -173,7 +177,8 @@ def _dealt(weights: Weights, stages: int, rounds: int) -> Weights:
             assert len(source) == stages
             round_ = jnp.array([share[source[stage]] // stages for stage in range(stages)])
             sent = jax.lax.dynamic_index_in_dim(shares, jnp.array(own)[me], 0, False)
-            came = jax.lax.ppermute(sent, AXIS, [(stage, number % stages) for stage, number in enumerate(share)])
+            to = [(stage, number % stages) for stage, number in enumerate(share)]
+            came = jax.lax.ppermute(sent, AXIS, to)
             dealt = jax.lax.dynamic_update_index_in_dim(dealt, came, round_[me], 0)
         return dealt.swapaxes(0, 1)
 
@@ -190,7 +195,9 @@ def _of_round_backward(is_round_R: jax.Array, grad: jax.Array) -> tuple:
     return jnp.where(is_round_R.reshape(-1, *[1] * grad.ndim), grad, 0), None
 
 
-of_round.defvjp(lambda w_R, round_: (of_round(w_R, round_), jnp.arange(len(w_R)) == round_), _of_round_backward)
+of_round.defvjp(
+    lambda w_R, round_: (of_round(w_R, round_), jnp.arange(len(w_R)) == round_), _of_round_backward
+)
 
 
 def _cut(x: jax.Array, per_stage: int) -> jax.Array:
@@ -246,9 +253,7 @@ def _sink(w: jax.Array) -> jax.Array:
     return jnp.zeros(w.shape, jnp.float32, out_sharding=jax.typeof(w).sharding.spec)
 
 
-_sink.defvjp(
-    lambda w: (_sink(w), jnp.zeros(0, w.dtype)), lambda like, grad: (grad.astype(like.dtype),)
-)
+_sink.defvjp(lambda w: (_sink(w), jnp.zeros(0, w.dtype)), lambda like, grad: (grad.astype(like.dtype),))
 
 
 @jax.custom_vjp
@@ -257,6 +262,4 @@ def _summed_in_float32(w: jax.Array, sink: jax.Array) -> jax.Array:
     return w
 
 
-_summed_in_float32.defvjp(
-    lambda w, sink: (w, None), lambda _, grad: (None, grad.astype(jnp.float32))
-)
+_summed_in_float32.defvjp(lambda w, sink: (w, None), lambda _, grad: (None, grad.astype(jnp.float32)))

@@ -124,8 +124,7 @@ def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -
         near = f"{below} or {below + batch}" if below else f"{batch}"
         axes = _product({"data": 0, "pipeline": stages, "fsdp": 0, "expert": expert})
         raise UserError(
-            f"global_batch_size = {global_batch_size} is not a multiple of {axes} = {batch};"
-            f" use {near}."
+            f"global_batch_size = {global_batch_size} is not a multiple of {axes} = {batch}; use {near}."
         )
 
 

@@ -119,7 +119,13 @@ class Table:
         staged = bool(self.staged[k])
         steps, parts = (1, micro) if staged else (micro, 1)
         return Layout(
-            Degrees(**ici), Degrees(**dcn), global_batch, steps, parts, int(self.repeats[k]), bool(self.once[k])
+            Degrees(**ici),
+            Degrees(**dcn),
+            global_batch,
+            steps,
+            parts,
+            int(self.repeats[k]),
+            bool(self.once[k]),
         )
 
 
@@ -147,8 +153,8 @@ def combine(ici: np.ndarray, ids: np.ndarray, dcn: np.ndarray, limits: Limits) -
     """Every pair of ``ici`` (named ``ids``) and ``dcn`` rows whose data shards get whole sequences, with
     every count of microbatches (a power of two, of a pipeline times its stages) that leaves whole sequences.
 
-    A pipeline makes as many rounds as costs.pipeline.rounds says. Where weights are sharded, one that gathers them once a
-    step and one that does so for each microbatch are two layouts.
+    A pipeline makes as many rounds as costs.pipeline.rounds says. Where weights are sharded, one that gathers them
+    once a step and one that does so for each microbatch are two layouts.
     """
     batch = limits.global_batch
     shards = ici[:, [ICI_ORDER.index(a) for a in ("data", "fsdp", "expert")]].prod(1)[:, None] * dcn[

@@ -165,8 +165,8 @@ def changes(now: Candidate, then: Candidate) -> tuple[Change, ...]:
     for what in ("microbatches", "repeats"):
         key = f"pipeline_{what}"
         found.append((key.replace("_", " "), key, getattr(a, key), getattr(b, key)))
-    gathers = [("step" if x.pipeline_gathers_once else "microbatch") for x in (a, b)]
-    found.append(("pipeline gathers once a", "pipeline_gather", *gathers))
+    gathers = ["step" if x.pipeline_gathers_once else "microbatch" for x in (a, b)]
+    found.append(("pipeline gathers once a", "pipeline_gather", gathers[0], gathers[1]))
     found.append(("remat policy", "remat_policy", _shown(now), _shown(then)))
     found.append(("precision", "", now.recipe.precision, then.recipe.precision))
     return tuple(
