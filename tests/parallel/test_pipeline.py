@@ -66,7 +66,12 @@ def test_every_layer_sees_every_row_in_order_once(stages, repeats, microbatches)
         w_L = jax.device_put(np.arange(layers, dtype=np.float32), partition("staged_layers"))
         x_B = jax.device_put(np.arange(rows, dtype=np.float32), partition("batch"))
         run = functools.partial(
-            pipelined, stage, how=how, prepare=lambda w: w, idle=lambda rows, is_real: rows * is_real
+            pipelined,
+            stage,
+            how=how,
+            narrowed=lambda w: w,
+            prepare=lambda w: w,
+            idle=lambda rows, is_real: rows * is_real,
         )
         out_B, sums_L = jax.jit(lambda w, x, ones: run(w, x, ones))(w_L, x_B, jnp.ones_like(x_B))
     x, sums = np.arange(rows), []
@@ -83,3 +88,28 @@ def test_the_pipeline_axis_divides_staged_layers_or_else_the_batch_and_what_fsdp
     assert partition("embed", "vocab") == PartitionSpec((AXIS, "fsdp", "expert"), "tensor")
     assert partition("layers", "experts", "expert_embed") == PartitionSpec(None, "expert", (AXIS, "fsdp"))
     assert partition("batch", "sequence") == PartitionSpec((AXIS, "data", "fsdp", "expert"), None)
+
+
+def test_gradients_of_narrow_weights_are_summed_over_microbatches_in_float32():
+    """Of 512 microbatches with a gradient of 2 each; bfloat16 cannot add 2 to 512."""
+    with jax.set_mesh(mesh_of(2)):
+        w_L = jax.device_put(jnp.zeros(2), partition("staged_layers"))
+        x_B = jax.device_put(jnp.zeros(1024, jnp.bfloat16), partition("batch"))
+
+        def total(w_L):
+            def stage(weights, round_, x_B, _):
+                return jax.lax.scan(lambda x_B, w: (x_B + w, None), x_B, weights)
+
+            out_B, _ = pipelined(
+                stage,
+                w_L,
+                x_B,
+                None,
+                Pipeline(512),
+                narrowed=lambda w: w.astype(jnp.bfloat16),
+                prepare=lambda w: w,
+                idle=lambda rows, is_real: rows,
+            )
+            return out_B.astype(jnp.float32).sum()
+
+        assert jax.jit(jax.grad(total))(w_L).tolist() == [1024, 1024]

@@ -68,6 +68,11 @@ def through_stages(
 
         return jax.lax.scan(group, x_BTD, weights)
 
+    def narrowed(weights: tuple) -> tuple:
+        matrices, is_global = weights
+        cast = functools.partial(_cast, dtype=dtype)
+        return jax.tree.map_with_path(cast, layout, matrices), is_global
+
     def prepare(weights: tuple) -> tuple:
         matrices, is_global = weights
         if pipeline.gather == "step":
@@ -77,8 +82,16 @@ def through_stages(
     by_place = tuple(
         jax.sharding.reshard(is_global[:, place], partition("staged_layers")) for place in range(len(sparse))
     )
-    narrow = jax.tree.map_with_path(lambda path, weight, w: _cast(path, weight, w, dtype), layout, pattern)
-    return pipelined(stage, (narrow, by_place), x_BTD, where, pipeline, prepare=prepare, idle=_without_tokens)
+    return pipelined(
+        stage,
+        (pattern, by_place),
+        x_BTD,
+        where,
+        pipeline,
+        narrowed=narrowed,
+        prepare=prepare,
+        idle=_without_tokens,
+    )
 
 
 def _without_tokens(where: Tokens, is_real: jax.Array) -> Tokens:

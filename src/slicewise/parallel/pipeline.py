@@ -73,14 +73,16 @@ def pipelined(
     beside: Any,
     how: Pipeline,
     *,
+    narrowed: Callable[[Weights], Weights],
     prepare: Callable[[Weights], Weights],
     idle: Callable[[Any, jax.Array], Any],
 ) -> tuple[jax.Array, Any]:
     """``x`` [B, T, ...] through all layers, and the sums [L, ...] over microbatches of what they return.
 
     ``weights``: leaves [L, ...] in the order of the layers, divided over the pipeline axis. ``beside``: a tree of small
-    arrays [B, T], of which every stage holds all. On each stage ``prepare`` is applied once to its weights, and
-    ``idle`` to the rows of ``beside`` at every tick, with whether the tick is real.
+    arrays [B, T], of which every stage holds all. On each stage ``narrowed`` casts its weights before they travel,
+    ``prepare`` is applied once to those that it computes, and ``idle`` to the rows of ``beside`` at every tick, with
+    whether the tick is real. Gradients are summed over the axes that do not divide a weight in the type of ``weights``.
     """
     stages = jax.sharding.get_abstract_mesh().shape[AXIS]
     M, R = how.microbatches, how.repeats
@@ -88,6 +90,7 @@ def pipelined(
 
     def on_stage(weights: Weights, x_G: jax.Array, beside_M: Any) -> tuple[jax.Array, Any]:
         me = jax.lax.axis_index(AXIS)
+        weights = narrowed(weights)
         weights = prepare(weights if R == 1 else _dealt(weights, stages, R))
         sinks = jax.tree.map(lambda w: _sink(w) if _is_narrow(w) else w, weights)
         weights = jax.tree.map(lambda w: jax.lax.stop_gradient(w) if _is_narrow(w) else w, weights)
