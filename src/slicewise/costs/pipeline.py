@@ -62,9 +62,10 @@ def settled(
     asked = asked or microbatches(sequences, stages, repeats)
     if asked not in legal:
         wrong = "has less than one sequence in a microbatch" if asked > sequences else "does not fit"
+        at_a_time = " and accumulation step" if steps > 1 else ""
         raise UserError(
             f"pipeline_microbatches = {asked} {wrong}: expected a multiple of the {stages} stages that divides the"
-            f" {sequences} sequences of a data shard, one of {', '.join(map(str, legal))}."
+            f" {sequences} sequences of a data shard{at_a_time}, one of {', '.join(map(str, legal))}."
         )
     return asked
 
