@@ -28,7 +28,7 @@ from slicewise.costs.layout import ContextExchange
 from slicewise.errors import UserError, did_you_mean
 
 # Mesh axes, slowest first; each has an ici_ and a dcn_ key.
-AXES = ("data", "fsdp", "expert", "context", "tensor")
+AXES = ("data", "pipeline", "fsdp", "expert", "context", "tensor")
 
 
 class Part(BaseModel):
@@ -128,6 +128,8 @@ class Data(Part):
 class Parallelism(Part):
     ici_data_parallelism: Degree = 1
     """Replicas of the parameters within a slice; in every group -1 fills what the other axes leave."""
+    ici_pipeline_parallelism: Degree = 1
+    """Stages within a slice: each holds its share of the layers, and microbatches pass through all of them."""
     ici_fsdp_parallelism: Degree = -1
     """Devices of a slice over which parameters are sharded and gathered where they are used."""
     ici_expert_parallelism: Degree = 1
@@ -138,6 +140,8 @@ class Parallelism(Part):
     """Devices of a slice that share heads, MLP columns and the vocabulary."""
     dcn_data_parallelism: Degree = -1
     """Slices that each hold a replica."""
+    dcn_pipeline_parallelism: Degree = 1
+    """Slices or groups of them that are stages of a pipeline."""
     dcn_fsdp_parallelism: Degree = 1
     """Slices over which parameters are sharded."""
     dcn_expert_parallelism: Degree = 1
@@ -152,6 +156,12 @@ class Parallelism(Part):
     """A job that lost slices goes on with the others: same batch by gradient accumulation, or smaller batches."""
     min_slices: PositiveInt = 1
     """Fewest slices with which an elastic job goes on."""
+    pipeline_microbatches: NonNegativeInt = 0
+    """Parts of the batch on their way through the stages, a multiple of the stages; 0 = derived."""
+    pipeline_repeats: PositiveInt = 1
+    """Times a microbatch passes each stage, with other layers each time: above 1 the schedule is circular."""
+    pipeline_gather: Literal["step", "microbatch"] = "step"
+    """How often a stage gathers weights that are sharded over fsdp: once, to keep them, or for each microbatch."""
 
     def degrees(self, network: Literal["ici", "dcn"]) -> dict[str, int]:
         """The degree asked for on each axis over one network, -1 where it fills."""

@@ -9,6 +9,7 @@ from slicewise.catalog import slices
 from slicewise.compile import collectives
 from slicewise.compile.collectives import Layout, of_group, replica_groups
 from slicewise.compile.hlo import Instruction
+from slicewise.compile.work import Describer
 from slicewise.costs.device import device_of
 
 
@@ -94,6 +95,30 @@ def test_a_group_across_slices_is_paid_at_the_rate_of_the_data_centre_network():
     pair = of_group("all-reduce", np.array([0, 64]), 1e9, where, device)
     assert pair.seconds == pytest.approx(2 * 1e9 / 2 / device.dcn_bytes_per_s)
     assert pair.label == "dcn data"
+
+
+def test_a_permute_is_of_the_axis_along_which_it_sends_and_not_of_devices_that_send_to_themselves():
+    where = layout("v5p:4x4x4", 2, data=2, pipeline=4, fsdp=16)
+    device = device_of(where.cluster.chip)
+    pairs = "source_target_pairs={{0,0},{16,32},{32,16},{48,48}}"
+    dealt = collectives.collective(Instruction("p", "collective-permute", "", "", pairs), 1e9, where, device)
+    assert dealt.label == "pipeline"
+    across = "source_target_pairs={{0,0},{64,0},{0,64}}"
+    sent = collectives.collective(Instruction("p", "collective-permute", "", "", across), 1e9, where, device)
+    assert sent.label == "dcn data"
+    assert sent.seconds == pytest.approx(1e9 / device.dcn_bytes_per_s)
+
+
+def test_a_transfer_between_two_slices_is_of_the_axis_that_joins_them():
+    where = layout("v5p:4x4x4", 4, data=2, pipeline=2, fsdp=64)
+    describe = Describer(where, device_of(where.cluster.chip))
+    labels = {}
+    for source, target in (("1", "2"), ("1", "3")):
+        kind = f'_xla_megascale_target={{{{{source}00000->{target}00000}}}},_xla_megascale_transfer_type="ONE_TO_ONE"'
+        sent = describe(None, None, Instruction("s", "send", "(bf16[1024]{0}, u32[], token[])", "", kind))
+        labels[target] = sent.label
+        assert sent.bytes_ == 2048
+    assert labels == {"2": "dcn pipeline", "3": "dcn data"}
 
 
 def test_a_permute_to_a_neighbour_uses_one_direction_and_wraps_the_short_way():

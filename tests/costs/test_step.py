@@ -117,11 +117,32 @@ def test_pipeline_bubble_follows_the_schedule():
     cluster = slices.cluster("v5p:4x4x4")
     layout = Layout(Degrees(fsdp=16, pipeline=4), global_batch=512, pipeline_microbatches=8)
     e = estimate(LLAMA8, cluster, layout, Recipe(), 4096)
-    body = e.step_time_s - e.compute_s["output"] - e.compute_s["optimizer"]
+    body = e.step_time_s - e.compute_s["output"] - e.compute_s["optimizer"] - sum(e.exposed_s.values())
     assert e.other_s["pipeline bubble"] / body == pytest.approx(3 / 11, rel=1e-6)
     repeated = dataclasses.replace(layout, pipeline_repeats=4)
     shorter = estimate(LLAMA8, cluster, repeated, Recipe(), 4096).other_s["pipeline bubble"]
     assert shorter == pytest.approx(e.other_s["pipeline bubble"] / 4)
+
+
+def test_a_stage_that_keeps_its_weights_gathers_them_once_and_holds_them():
+    cluster = slices.cluster("v5p:4x4x4")
+    once = Layout(Degrees(fsdp=16, pipeline=4), global_batch=512, pipeline_microbatches=8)
+    each = dataclasses.replace(once, pipeline_gathers_once=False)
+    kept, dropped = (estimate(LLAMA8, cluster, layout, Recipe(), 4096) for layout in (once, each))
+    # A gather and a scatter, instead of two gathers and a scatter for each microbatch.
+    assert dropped.communication_s["fsdp"] == pytest.approx(8 * 3 / 2 * kept.communication_s["fsdp"])
+    assert kept.exposed_s["fsdp"] == kept.communication_s["fsdp"]
+    stage = LLAMA8.parameters - LLAMA8.embedding_parameters - LLAMA8.other_parameters
+    assert kept.hbm_bytes["weights"] - dropped.hbm_bytes["weights"] == pytest.approx(2 * stage / 4)
+
+
+def test_hops_are_those_of_every_tick_and_half_of_them_lie_beside_compute():
+    layout = Layout(Degrees(pipeline=4, tensor=16), global_batch=64, pipeline_microbatches=8)
+    e = estimate(LLAMA8, slices.cluster("v5p:4x4x4"), layout, Recipe(), 4096)
+    twice = dataclasses.replace(layout, pipeline_microbatches=16)
+    longer = estimate(LLAMA8, slices.cluster("v5p:4x4x4"), twice, Recipe(), 4096)
+    assert e.communication_s["pipeline"] == pytest.approx(2 * e.exposed_s["pipeline"])
+    assert longer.exposed_s["pipeline"] / e.exposed_s["pipeline"] == pytest.approx(19 / 11 / 2, rel=0.01)
 
 
 def test_more_slices_cost_dcn_and_waiting():

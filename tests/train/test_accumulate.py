@@ -32,7 +32,7 @@ def test_sums_over_microbatches_are_those_of_the_batch_and_nothing_moves():
 
 
 def test_a_microbatch_below_one_sequence_is_refused():
-    degrees = {"data": 2, "fsdp": 2, "expert": 1}
+    degrees = {"data": 2, "pipeline": 1, "fsdp": 2, "expert": 1}
     check(16, 4, degrees)
     with pytest.raises(UserError, match="= 3 does not divide the 4 sequences a step of each of 4 .* 1, 2, 4"):
         check(16, 3, degrees)

@@ -4,7 +4,7 @@ import functools
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -65,6 +65,14 @@ class LatentAttention(Record):
     nope_head_dim: PositiveInt
     rope_head_dim: PositiveInt
     v_head_dim: PositiveInt
+
+
+class Groups(NamedTuple):
+    """``number`` equal groups of ``layers`` layers each, from layer ``first``."""
+
+    first: int
+    layers: int
+    number: int
 
 
 class ModelSpec(Record):
@@ -130,6 +138,22 @@ class ModelSpec(Record):
         if self.activation == "clamped_swiglu" and not self.gated_mlp:
             raise ValueError("activation = 'clamped_swiglu' needs gated_mlp")
         return self
+
+    @property
+    def groups(self) -> Groups:
+        """The equal groups of layers in a row; of a model with experts each ends in a sparse layer."""
+        e = self.experts
+        if e is None:
+            return Groups(0, 1, self.layers)
+        first = next(i for i in range(self.layers) if self.layer_is_sparse(i)) - (e.every - 1)
+        return Groups(first, e.every, (self.layers - first) // e.every)
+
+    @property
+    def staged_groups(self) -> int:
+        """How many of them a pipeline can divide over its stages: 1 where dense layers of groups and around them are
+        stored as one stack."""
+        g = self.groups
+        return 1 if g.layers > 1 and g.layers * g.number < self.layers else g.number
 
     def layer_is_global(self, layer: int) -> bool:
         """Whether layer ``layer`` (from 0) attends to the whole context instead of the sliding window."""

@@ -150,11 +150,12 @@ def _links(places: np.ndarray, layout: Layout) -> tuple[AxisLinks, tuple[str, ..
 
 def _permute(instruction: Instruction, operand_bytes: float, layout: Layout, device: Device) -> Collective:
     """Bytes over the links of the busiest pair: one direction of each dim in which its ends differ."""
-    pairs = re.findall(r"\{(\d+),(\d+)\}", instruction.attribute("source_target_pairs"))
+    found = re.findall(r"\{(\d+),(\d+)\}", instruction.attribute("source_target_pairs"))
+    pairs = [(int(a), int(b)) for a, b in found if a != b]  # a device that sends to itself uses no link
     slice_ = layout.cluster.slice
     worst, crosses = 0.0, False
     resources: tuple[str, ...] = ()
-    for source, target in [(int(a), int(b)) for a, b in pairs if a != b][:64]:
+    for source, target in pairs[:64]:
         here, there = layout.places[source], layout.places[target]
         if here[0] != there[0]:
             crosses = True
@@ -169,8 +170,7 @@ def _permute(instruction: Instruction, operand_bytes: float, layout: Layout, dev
                 names.append(f"{DIMS[dim]}{'+' if forward > 0 else '-'}")
         if hops > worst:
             worst, resources = hops, tuple(names)
-    group = sorted({int(i) for pair in pairs[:1] for i in pair})
-    axes = layout.axes(group) if group else ()
+    axes = layout.axes(pairs[0]) if pairs else ()
     if crosses:
         seconds = operand_bytes / device.dcn_bytes_per_s
         return Collective("collective-permute", axes, "dcn", operand_bytes, seconds, (DCN,))

@@ -11,7 +11,7 @@ from slicewise.config import RunConfig
 from slicewise.errors import UserError
 from slicewise.model import transformer
 from slicewise.parallel import context
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import PIPELINE, partition
 from slicewise.train.generate import build_generate_step
 from slicewise.train.step import TrainStep, build_train_step
 
@@ -30,7 +30,7 @@ def build_program(name: str, config: RunConfig, mesh: Mesh) -> Program:
     """``update`` is a training step, ``init`` makes its first state, ``evaluate`` scores a batch; ``prefill`` reads
     global_batch_size prompts of sequence_length tokens, ``decode`` adds a token to each.
 
-    Raises UserError as build_train_step does, and for what generates with a context axis.
+    Raises UserError as build_train_step does, and for what generates over a pipeline or a context axis.
     """
     step = build_train_step(config, mesh)
     params = step.weights(step.abstract_state)
@@ -48,6 +48,11 @@ def _generation(name: str, config: RunConfig, step: TrainStep) -> Program:
     if (ways := step.mesh.shape[context.AXIS]) > 1:
         raise UserError(
             f"{name} cannot divide sequences, and the config asks for context parallelism {ways}; set it to 1."
+        )
+    if step.mesh.shape[PIPELINE] > 1:
+        raise UserError(
+            f"the program {name} does not run over a pipeline, as generate does not: every layer is on every device;"
+            " set the pipeline's degrees to 1."
         )
     dtype = jnp.dtype(config.model.compute_dtype)
     functions = build_generate_step(step.spec, step.mesh, dtype)

@@ -10,6 +10,7 @@ from slicewise.compile.schedule import COPY, DCN, FROM_HOST, SPARSECORE, TO_HOST
 from slicewise.compile.schedule import HOST as HOST_COPIES
 from slicewise.costs.device import Device
 
+_DCN_PAIR = re.compile(r"\{(\d+)\d{5}->(\d+)\d{5}\}")  # slices from 1, and devices within them
 _DCN_ROUNDS = {"ALL_REDUCE": 2}  # of (n-1)/n of what enters; others one
 
 
@@ -112,18 +113,22 @@ class Describer:
     def _dcn(self, computation: Computation, i: Instruction) -> Work:
         """A transfer of the multislice runtime. What leaves counts; a receipt ends with what was sent before it."""
         if i.opcode == "recv":
-            return Work("collective", 0.0, (DCN,), self._dcn_label(), 0.0, is_start=True)
+            return Work("collective", 0.0, (DCN,), self._dcn_label(i), 0.0, is_start=True)
         kind = (re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes) or ["", ""])[1]
         slices = self.layout.cluster.num_slices
         moved = i.shape[0].bytes * _DCN_ROUNDS.get(kind, 1) * (slices - 1) / slices
         if kind in ("ALL_GATHER", "ONE_TO_ONE", "PERMUTE"):
             moved = i.shape[0].bytes * (slices - 1 if kind == "ALL_GATHER" else 1)
         seconds = moved / self.device.dcn_bytes_per_s
-        return Work("collective", seconds, (DCN,), self._dcn_label(), moved, is_start=True)
+        return Work("collective", seconds, (DCN,), self._dcn_label(i), moved, is_start=True)
 
-    def _dcn_label(self) -> str:
-        """The mesh axes that join slices. A transfer names slices, and not partitions."""
+    def _dcn_label(self, i: Instruction) -> str:
+        """The mesh axes that join slices, of a transfer from one to one those that join the two. It names slices, and
+        not partitions."""
         crossing = _first_of_each_slice(self.layout)
+        pairs = [(int(a) - 1, int(b) - 1) for a, b in _DCN_PAIR.findall(i.attributes)]
+        if "ONE_TO_ONE" in i.attributes and (apart := [pair for pair in pairs if pair[0] != pair[1]]):
+            crossing = [crossing[slice_] for slice_ in apart[0]]
         return f"dcn {' x '.join(self.layout.axes(crossing)) or 'data'}"
 
 

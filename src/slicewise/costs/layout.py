@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from slicewise.catalog.slices import Slice
 from slicewise.costs import torus
 from slicewise.costs.remat import POLICIES, RematPolicy
@@ -41,13 +43,24 @@ class Layout:
     global_batch: Number = 1  # sequences
     accumulation_steps: Number = 1
     pipeline_microbatches: Number = 1  # within one accumulation step
-    pipeline_repeats: int = 1  # times a microbatch passes each stage (circular schedule)
+    pipeline_repeats: Number = 1  # times a microbatch passes each stage (circular schedule)
+    pipeline_gathers_once: Number = True  # a step, and keeps what it gathered; else for each microbatch
 
     @property
     def data_shards(self) -> Number:
         """Ways the tokens are divided."""
         i, d = self.ici, self.dcn
         return i.data * i.fsdp * i.context * i.expert * d.data * d.fsdp
+
+    @property
+    def ticks(self) -> Number:
+        """Times that a stage computes in an accumulation step, each with a share of its layers; some of them idly."""
+        return self.pipeline_microbatches * self.pipeline_repeats + self.total("pipeline") - 1
+
+    @property
+    def keeps_gathered(self) -> Number:
+        """Whether a stage keeps its weights whole over the axes that shard them as FSDP does."""
+        return (self.total("pipeline") > 1) & np.asarray(self.pipeline_gathers_once)
 
     def total(self, axis: str) -> Number:
         return getattr(self.ici, axis) * getattr(self.dcn, axis)

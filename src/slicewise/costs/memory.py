@@ -52,6 +52,14 @@ def weight_bytes(shape: ModelShape, layout: Layout, recipe: Recipe) -> Number:
     return trained + local_parameters(shape, layout) * shape.frozen_bytes
 
 
+def kept_parameters(shape: ModelShape, layout: Layout) -> Number:
+    """Parameters of the layers of one stage, whole over the axes that shard them as FSDP does."""
+    i = layout.ici
+    routed = sum(layer.count * layer.routed_parameters for layer in shape.layers)
+    dense = sum(layer.count * layer.parameters for layer in shape.layers) - routed
+    return (dense + routed / i.expert) / (i.tensor * layout.total("pipeline"))
+
+
 def saved_width(layer: Layer, recipe: Recipe, tensor: Number, *, where: str) -> Number:
     """Elements per token that one layer keeps for its backward pass, on the ``device`` or on the ``host``."""
     names = recipe.remat.saved if where == "device" else recipe.remat.offloaded
@@ -133,26 +141,32 @@ class Peak:
     working: Number
     output: Number
     tokens: Number
-    in_flight: Number  # tokens whose activations one stage keeps
+    in_flight: (
+        Number  # tokens whose activations one stage keeps, in units of all layers: idle ticks keep some too
+    )
+    waiting: Number  # bytes of microbatches before and behind the stages, and of their gradients
 
 
 def peak_bytes(shape: ModelShape, layout: Layout, recipe: Recipe, seq: int) -> Peak:
-    micro = layout.accumulation_steps * layout.pipeline_microbatches
+    micro, stages = layout.accumulation_steps * layout.pipeline_microbatches, layout.total("pipeline")
     tokens = layout.global_batch * seq / (layout.data_shards * micro)
     trained = trained_parameters(shape, layout)
     working: Number = 0.0
     for layer in shape.layers:
         working = np.maximum(working, working_bytes(layer, layout, tokens, recipe))
     accumulator = np.where(layout.accumulation_steps > 1, 4.0, 0.0) if recipe.gradient_bytes < 4 else 0.0
+    kept = np.where(layout.keeps_gathered, kept_parameters(shape, layout), 0.0)
+    rows = tokens * layout.pipeline_microbatches / stages  # that a device embeds and computes the loss of
     return Peak(
-        weights=weight_bytes(shape, layout, recipe),
+        weights=weight_bytes(shape, layout, recipe) + ACT * kept,
         optimizer=trained * recipe.moment_bytes / recipe.moment_shards,
         copies=copied_bytes(shape, layout, recipe),
-        gradients=trained * (recipe.gradient_bytes + accumulator),
+        gradients=trained * (recipe.gradient_bytes + accumulator) + (4 + ACT) * kept,
         working=working,
-        output=output_bytes(shape, layout, tokens, recipe),
+        output=output_bytes(shape, layout, rows, recipe),
         tokens=tokens,
-        in_flight=tokens * layout.pipeline_microbatches / layout.total("pipeline"),
+        in_flight=tokens * layout.ticks / (stages * layout.pipeline_repeats),
+        waiting=np.where(stages > 1, 2 * ACT * rows * shape.d_model / layout.ici.tensor, 0.0),
     )
 
 
@@ -179,7 +193,7 @@ def memory_bytes(
         "optimizer": 0.0 if recipe.moments_on_host else p.optimizer,
         "copies of weights": p.copies,
         "gradients": np.where(at_loss & (layout.accumulation_steps == 1), 0.0, p.gradients),
-        "activations": ACT * p.in_flight * saved,
+        "activations": ACT * p.in_flight * saved + p.waiting,
         "working set": np.where(at_loss, 0.0, p.working),
         "logits": np.where(at_loss, p.output, 0.0),
         "host": ACT * p.in_flight * host + (p.optimizer if recipe.moments_on_host else 0.0),

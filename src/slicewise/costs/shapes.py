@@ -129,6 +129,7 @@ class ModelShape:
     other_parameters: int = 0  # final norm, position table, per-layer embedding tables
     prediction_heads: int = 0  # extra passes through the output matrix (multi-token prediction)
     frozen_bytes: float | None = None  # of a weight where only adapters are trained
+    staged_groups: int = 1  # equal layers, or groups of them, that a pipeline divides
 
     @functools.cached_property
     def layer_count(self) -> int:
@@ -219,6 +220,7 @@ def model_shape(spec: ModelSpec) -> ModelShape:
         spec.tied_embeddings,
         other_parameters=norm + position + spec.prediction_layers * merge,
         prediction_heads=spec.prediction_layers,
+        staged_groups=spec.staged_groups,
     )
 
 

@@ -20,6 +20,7 @@ from slicewise.costs.traffic import (
     expert_traffic,
     gradient_traffic,
     network_of,
+    pipeline_hop,
     pipeline_traffic,
     tensor_traffic,
     weight_traffic,
@@ -83,11 +84,13 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Pass:
-    """One layer forward, or backward with its recomputation, on one microbatch."""
+    """One layer forward, or backward with its recomputation, on one microbatch. ``at_ends`` is what a stage that keeps
+    its gathered weights communicates instead, once a step."""
 
     compute: tuple[Compute, ...]
     communication: Parts
     host_s: Number
+    at_ends: Parts
 
     def time(self, device: Device, recipe: Recipe) -> tuple[Number, Parts, Number]:
         """Seconds of the pass, its exposed communication by axis, and the wait for host copies.
@@ -119,6 +122,7 @@ def layer_passes(
     context = context_traffic(layer, work, layout, net, recipe)
     expert = expert_traffic(layer, work, layout, net, recipe)
     data, dcn_data = gradient_traffic(layer, layout, net, recipe)
+    steps = layout.accumulation_steps
     host = work.tokens * ACT * saved_width(layer, recipe, work.tensor, where="host") / device.host_bytes_per_s
     return (
         Pass(
@@ -126,6 +130,7 @@ def layer_passes(
             {"fsdp": weights.gather_s, "tensor": tensor[0], "context": context[0], "expert": expert[0],
              "dcn fsdp": weights.dcn_gather_s},
             host,
+            {"fsdp": weights.gather_s * steps, "dcn fsdp": weights.dcn_gather_s * steps},
         ),
         Pass(
             (backward, again),
@@ -133,6 +138,7 @@ def layer_passes(
              "expert": expert[1], "data": data / micro, "dcn data": dcn_data / micro,
              "dcn fsdp": weights.dcn_gather_s + weights.dcn_scatter_s},
             host,
+            {"fsdp": weights.scatter_s * steps, "dcn fsdp": weights.dcn_scatter_s * steps},
         ),
     )  # fmt: skip
 
@@ -149,12 +155,21 @@ def price(
     compute: Parts = dict.fromkeys(("matmul", "attention", "memory", "routing"), 0.0)
     exposed: Parts = {}
     communication: Parts = {}
-    stage_s: Number = 0.0  # one microbatch through one stage, both passes
+    stage_s: Number = 0.0  # one microbatch through all layers of one stage, both passes
+    once_s: Number = (
+        0.0  # communication of a stage that no compute hides: before its first tick and after the last
+    )
+    is_staged, keeps = stages > 1, layout.keeps_gathered
     host_wait: Number = 0.0
     for layer in shape.layers:
+        layers = layer.count / stages
         for one in layer_passes(layer, work, device, net, layout, recipe, micro):
+            at_ends, one = _split(one, is_staged, keeps, micro)
+            for axis, spent in at_ends.items():
+                once_s = once_s + layers * spent
+                communication[axis] = communication.get(axis, 0.0) + layers * spent
+                exposed[axis] = exposed.get(axis, 0.0) + layers * spent
             seconds, shown, wait = one.time(device, recipe)
-            layers = layer.count / stages
             stage_s = stage_s + layers * seconds
             host_wait = host_wait + layers * micro * wait
             for name in compute:
@@ -162,18 +177,46 @@ def price(
             for axis, spent in one.communication.items():
                 communication[axis] = communication.get(axis, 0.0) + layers * micro * spent
                 exposed[axis] = exposed.get(axis, 0.0) + layers * micro * shown[axis]
-    hops = pipeline_traffic(shape.d_model, work, layout, net)
-    communication["pipeline"] = exposed["pipeline"] = hops * micro
-    bubble = (stage_s + hops) * layout.accumulation_steps * (stages - 1) / layout.pipeline_repeats
-    compute["output"] = output_s(shape, work, device, recipe) * micro
     parameters = trained_parameters(shape, layout)
+    hop = pipeline_traffic(shape.d_model, work, layout, net)
+    # Stages hold consecutive layers, and a circular schedule deals them out: weights there, gradients back.
+    dealt_bytes = np.where(layout.pipeline_repeats > 1, 2 * ACT * parameters * (stages - 1) / stages, 0.0)
+    dealt = pipeline_hop(dealt_bytes, layout, net)
+    steps, hops_s = layout.accumulation_steps, 0.0
+    for axis, moved, deal in zip(("pipeline", "dcn pipeline"), hop, dealt, strict=True):
+        exposed[axis] = (moved * layout.ticks + np.where(dealt_bytes > 0, deal, 0.0)) * steps
+        # Of the two hops of a tick the one that brings and takes microbatches lies beside its work.
+        communication[axis] = exposed[axis] + moved * layout.ticks * steps
+        hops_s = hops_s + exposed[axis]
+    bubble = stage_s * steps * (stages - 1) / layout.pipeline_repeats
+    compute["output"] = output_s(shape, work, device, recipe) * micro / stages
     compute["optimizer"] = optimizer_s(parameters, device, recipe)
     moments_s = moment_copies_s(parameters, device, recipe)
-    total = (stage_s + hops) * micro + bubble + compute["output"] + compute["optimizer"] + moments_s
+    total = stage_s * micro + bubble + hops_s + once_s
+    total = total + compute["output"] + compute["optimizer"] + moments_s
     d = layout.dcn
     wait = total * device.kernels.straggler * np.log2(d.data * d.fsdp * d.pipeline)
     other = {"pipeline bubble": bubble, "host copies": host_wait + moments_s, "slowest slice": wait}
     return StepCosts(total + wait, compute, exposed, communication, other)
+
+
+def _split(one: Pass, is_staged: Number, keeps: Number, micro: Number) -> tuple[Parts, Pass]:
+    """(what a stage communicates once a step for a layer, the pass of a microbatch without that).
+
+    Gradients are summed over replicas once whatever the layout. A stage that keeps its weights gathers them and
+    scatters their gradients once in an accumulation step, and gathers none for the backward pass.
+    """
+    at_ends, each = {}, {}
+    for axis, spent in one.communication.items():
+        if axis in ("data", "dcn data"):
+            at_ends[axis] = np.where(is_staged, spent * micro, 0.0)
+            each[axis] = np.where(is_staged, 0.0, spent)
+        else:
+            each[axis] = spent
+    for axis, spent in one.at_ends.items():
+        at_ends[axis] = np.where(keeps, spent, 0.0)
+        each[axis] = np.where(keeps, 0.0, each[axis])
+    return at_ends, replace(one, communication=each)
 
 
 def output_s(shape: ModelShape, work: Shard, device: Device, recipe: Recipe) -> Number:

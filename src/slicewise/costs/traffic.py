@@ -181,10 +181,14 @@ def gradient_traffic(layer: Layer, layout: Layout, net: Network, recipe: Recipe)
     return ici, net.dcn_s(2 * size * (d.data - 1) / d.data)
 
 
-def pipeline_traffic(d_model: int, work: Shard, layout: Layout, net: Network) -> Number:
-    """One microbatch's activations to the next stage, and its gradients back."""
+def pipeline_traffic(d_model: int, work: Shard, layout: Layout, net: Network) -> tuple[Number, Number]:
+    """One microbatch's activations to the next stage, and its gradients back: in a slice, and between slices."""
+    return pipeline_hop(2 * ACT * work.tokens * d_model / layout.ici.tensor, layout, net)
+
+
+def pipeline_hop(moved_bytes: Number, layout: Layout, net: Network) -> tuple[Number, Number]:
+    """``moved_bytes`` of every device to that of the next stage, and as many hops back: in a slice, between slices."""
     i, d = layout.ici, layout.dcn
-    moved = 2 * ACT * work.tokens * d_model / i.tensor
     _, rate, _ = net.group({"pipeline": i.pipeline})
-    inside = np.where(i.pipeline > 1, moved / rate + 2 * net.device.hop_s, 0.0)
-    return inside + np.where(d.pipeline > 1, net.dcn_s(moved), 0.0)
+    inside = np.where(i.pipeline > 1, moved_bytes / rate + 2 * net.device.hop_s, 0.0)
+    return inside, np.where(d.pipeline > 1, net.dcn_s(moved_bytes), 0.0)

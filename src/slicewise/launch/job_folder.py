@@ -255,6 +255,7 @@ class JobFolder:
 
     def beat(self) -> dict[str, Any] | None:
         return read_json(self.folder, "leader.json")
+
     # ------------------------------------------------------------ slices
 
     def note_slices(self, **changes: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from slicewise.catalog.model import Experts, ModelSpec
 from slicewise.kernels.grouped_matmul.api import REFERENCE, Kernel, grouped_matmul
@@ -21,7 +22,7 @@ from slicewise.model.lora import Packed, unpacked
 from slicewise.model.params import Layers, Moe, Params
 from slicewise.model.remat import GATHERED, named
 from slicewise.parallel.expert import Dispatch, mixed
-from slicewise.parallel.rules import RULES, gathered, partition, residual
+from slicewise.parallel.rules import gathered, partition, residual
 
 BALANCE_STEP = 1e-3  # change of a balancing bias at each optimiser step (DeepSeek-V3, 2024, section 4.2)
 
@@ -60,15 +61,16 @@ def moe(
     h_BTD = jax.sharding.reshard(h_BTD, partition("batch", "sequence", "activation"))
     choice_BTK, share_BTK, usage = route(w, e, h_BTD, segments_BT > 0)
     routed = {name: _plain(getattr(w, name), h_BTD.dtype) for name in DIMS if getattr(w, name) is not None}
+    specs = {name: jax.typeof(matrix).sharding.spec for name, matrix in routed.items()}
     out_BTD = mixed(
         h_BTD,
         choice_BTK,
         share_BTK,
         routed,
-        {name: partition(*DIMS[name]) for name in routed},
+        specs,
         experts=e.experts,
         dispatch=dispatch,
-        prepare=lambda weights: _whole(weights, h_BTD.dtype),
+        prepare=lambda weights: _whole(weights, specs, h_BTD.dtype),
         grouped=lambda x_RD, sizes_G, weights: _grouped(weights, spec, x_RD, sizes_G, kernel),
         batched=lambda x_GSD, weights: _batched(weights, spec, x_GSD),
     )
@@ -128,17 +130,16 @@ def _usage(chosen_BTKE: jax.Array, probability_BTE: jax.Array, real_BT: jax.Arra
     return Usage(E * (share_BE * probability_BE * real_B1).sum(), chosen_BE.sum(0))
 
 
-def _whole(weights: Weights, dtype: jnp.dtype) -> Weights:
-    """This device's experts, gathered over the axes that spread them as FSDP does; the transpose reduce-scatters."""
+def _whole(weights: Weights, specs: dict[str, PartitionSpec], dtype: jnp.dtype) -> Weights:
+    """This device's experts, gathered over the axes that spread them as FSDP does, unless a stage of a pipeline has
+    done so; the transpose reduce-scatters."""
 
     def gather(name: str, w: jax.Array) -> jax.Array:
         w = w.astype(dtype)
-        if "expert_embed" not in DIMS[name]:
+        spread = DIMS[name].index("expert_embed") if "expert_embed" in DIMS[name] else None
+        if spread is None or specs[name][spread] is None:
             return w
-        whole = jax.lax.all_gather(
-            w, RULES["expert_embed"], axis=DIMS[name].index("expert_embed"), tiled=True
-        )
-        return checkpoint_name(whole, GATHERED)
+        return checkpoint_name(jax.lax.all_gather(w, specs[name][spread], axis=spread, tiled=True), GATHERED)
 
     return {name: gather(name, w) for name, w in weights.items()}
 

@@ -147,13 +147,16 @@ def weights(spec: ModelSpec) -> Params:
     vocab = (padded_vocab(spec), "vocab")
     sparse = sum(spec.layer_is_sparse(layer) for layer in range(spec.layers))
     dense = spec.layers - sparse
+    between = (
+        "staged_layers" if spec.groups.layers > 1 else "layers"
+    )  # those before all sparse ones have no stage
     return Params(
         embed=_normal(0.02, vocab, embed),
         position=_normal(0.02, (spec.max_context, "position"), embed) if spec.position == "learned" else None,
-        layers=_layers(spec, sparse or dense, sparse=bool(sparse)),
+        layers=_layers(spec, (sparse or dense, "staged_layers"), sparse=bool(sparse)),
         final_norm=_norm(spec, feature),
         head=None if spec.tied_embeddings else _matrix(D, embed, vocab),
-        dense_layers=_layers(spec, dense, sparse=False) if sparse and dense else None,
+        dense_layers=_layers(spec, (dense, between), sparse=False) if sparse and dense else None,
         prediction=_prediction(spec) if spec.prediction_layers else None,
     )
 
@@ -181,9 +184,9 @@ def _residual(spec: ModelSpec) -> float:
     return 1 / math.sqrt(2 * spec.layers)
 
 
-def _layers(spec: ModelSpec, count: int, *, sparse: bool) -> Layers:
+def _layers(spec: ModelSpec, layer: Dim, *, sparse: bool) -> Layers:
     D, N, H, latent = spec.d_model, spec.heads, spec.head_dim, spec.latent_attention
-    layer, embed, feature = (count, "layers"), (D, "embed"), (D, "activation")
+    embed, feature = (D, "embed"), (D, "activation")
     heads, kv_heads, head_dim = (N, "heads"), (spec.kv_heads, "kv_heads"), (H, "head_dim")
     value_dim = (latent.v_head_dim, "head_dim") if latent else head_dim
     one = 0.0 if spec.zero_centered_norm else 1.0
@@ -266,7 +269,7 @@ def _prediction(spec: ModelSpec) -> Prediction:
         embed_norm=_norm(spec, layer, feature),
         hidden_norm=_norm(spec, layer, feature),
         projection=_matrix(2 * spec.d_model, layer, (2 * spec.d_model, "embed"), feature),
-        layers=_layers(spec, spec.prediction_layers, sparse=spec.layer_is_sparse(spec.layers - 1)),
+        layers=_layers(spec, layer, sparse=spec.layer_is_sparse(spec.layers - 1)),
         final_norm=_norm(spec, layer, feature),
     )
 

@@ -3,6 +3,7 @@
 Dims in names: B batch, T tokens, D d_model, V vocabulary, L layers. Weights are described in model/params.py.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import ContextStrategy
 from slicewise.costs.remat import POLICIES, RematPolicy
 from slicewise.kernels.attention.api import REFERENCE, Kernel, Tokens
 from slicewise.kernels.grouped_matmul.api import Kernel as Grouped
-from slicewise.model import attention, rope
+from slicewise.model import attention
 from slicewise.model.attention import Cache
 from slicewise.model.layers import mlp, normed, weights_in
 from slicewise.model.linear import linear
@@ -24,9 +26,11 @@ from slicewise.model.moe import Usage, moe
 from slicewise.model.params import Layers, Params, Prediction, init, leaves, padded_vocab, start, weights
 from slicewise.model.quantization import Quantization, marked
 from slicewise.model.remat import checkpoint_policy, named
+from slicewise.model.stages import places, through_stages
 from slicewise.parallel.context import ahead
 from slicewise.parallel.expert import Dispatch
-from slicewise.parallel.rules import partition, residual
+from slicewise.parallel.pipeline import Pipeline
+from slicewise.parallel.rules import partition, residual, unstacked
 
 __all__ = [
     "Caches",
@@ -67,17 +71,15 @@ class Run:
     first: int  # layer
     sparse: tuple[bool, ...]  # of the pattern: whether each layer is a mixture of experts
     repeats: int
+    is_staged: bool = False  # a pipeline divides it
 
 
 def runs(spec: ModelSpec) -> tuple[Run, ...]:
     """The layers of ``spec`` in order: leading dense ones, groups that end in a sparse one, dense ones left over."""
-    if spec.experts is None:
-        return (Run(0, (False,), spec.layers),)
-    every = spec.experts.every
-    lead = next(i for i in range(spec.layers) if spec.layer_is_sparse(i)) - (every - 1)
-    groups, rest = divmod(spec.layers - lead, every)
-    group = (*(False,) * (every - 1), True)
-    found = (Run(0, (False,), lead), Run(lead, group, groups), Run(lead + groups * every, (False,), rest))
+    lead, every, groups = spec.groups
+    group = (*(False,) * (every - 1), spec.experts is not None)
+    end = lead + groups * every
+    found = (Run(0, (False,), lead), Run(lead, group, groups, True), Run(end, (False,), spec.layers - end))
     return tuple(run for run in found if run.repeats)
 
 
@@ -114,18 +116,21 @@ def states(
     quantization: Quantization | None = None,
     grouped: Grouped = Grouped(),  # noqa: B008
     predict: bool = False,
+    pipeline: Pipeline | None = None,
 ) -> States:
     """The model in ``dtype`` without its output matrix; with ``predict`` also its prediction layers.
+
+    ``pipeline`` is for a mesh whose pipeline axis has several stages, and goes without a cache.
 
     With ``cache`` the tokens are appended to it at slots ``where.positions_BT`` and attend to all that it holds; the
     new cache is returned.
     """
     weight = weights_in(dtype)
-    tables = rope.tables(spec, where.positions_BT) if spec.position == "rope" else None
 
     def layer(
-        w: Layers, x_BTD: jax.Array, is_global: jax.Array, cached: Cache | None
+        w: Layers, x_BTD: jax.Array, is_global: jax.Array, cached: Cache | None, here: tuple
     ) -> tuple[jax.Array, Cache | None, Usage | None]:
+        where, tables = here
         x_BTD = jax.sharding.reshard(x_BTD, residual(x_BTD.shape[1]))
         w, x_BTD = marked(w, quantization), named(x_BTD, "decoder_layer_input")
         attended_BTD, cached = attention.attend(
@@ -142,10 +147,14 @@ def states(
         return x_BTD + out_BTD, cached, usage
 
     # A scan prevents common subexpressions of the two passes.
-    layer = jax.checkpoint(layer, policy=checkpoint_policy(remat), prevent_cse=False)
+    checkpointed = functools.partial(jax.checkpoint, policy=checkpoint_policy(remat), prevent_cse=False)
+    staged = None
+    if pipeline is not None:
+        staged = functools.partial(through_stages, spec, layer, checkpointed, dtype, where, pipeline)
+    layer = functools.partial(checkpointed(layer), here=places(spec, where))
     embedded_BTD = _embed(params, spec, tokens_BT, where, weight)
     x_BTD = jax.sharding.reshard(embedded_BTD, residual(tokens_BT.shape[1]))
-    x_BTD, caches, usages = _scan(params, spec, layer, x_BTD, cache)
+    x_BTD, caches, usages = _scan(params, spec, layer, x_BTD, cache, staged)
     x_BTD = jax.sharding.reshard(x_BTD, partition("batch", "sequence", "activation"))
     predicted: list[jax.Array] = []
     if predict and params.prediction is not None:
@@ -158,22 +167,32 @@ def states(
 
 
 def _scan(
-    params: Params, spec: ModelSpec, layer: Callable, x_BTD: jax.Array, cache: Caches | None
+    params: Params,
+    spec: ModelSpec,
+    layer: Callable,
+    x_BTD: jax.Array,
+    cache: Caches | None,
+    staged: Callable | None,
 ) -> tuple[jax.Array, Caches, list[Usage]]:
-    """``x`` through all layers; usages have a leading L."""
+    """``x`` through all layers, those of a pipeline by ``staged``; usages have a leading L."""
     stacks = {True: params.layers, False: params.layers if spec.experts is None else params.dense_layers}
     used = {True: 0, False: 0}  # layers of each stack so far
     caches, usages = [], []
     for number, run in enumerate(runs(spec)):
-        pattern = []
+        pattern, over_stages = [], run.is_staged and staged is not None
         for place, sparse in enumerate(run.sparse):
             count = run.sparse.count(sparse)
             first = used[sparse] + run.sparse[:place].count(sparse)
-            pattern.append(_every(stacks[sparse], first, count, run.repeats))
+            stack = stacks[sparse] if over_stages else jax.tree.map(_unstaged, stacks[sparse])
+            pattern.append(_every(stack, first, count, run.repeats))
         for sparse in run.sparse:
             used[sparse] += run.repeats
         ids = run.first + jnp.arange(run.repeats * len(run.sparse)).reshape(run.repeats, -1)
         is_global = jnp.array([spec.layer_is_global(i) for i in range(spec.layers)])[ids]
+        if over_stages and staged is not None:
+            x_BTD, usage = staged(tuple(pattern), run.sparse, is_global, x_BTD)
+            usages += [] if usage is None else [usage]
+            continue
 
         def body(x_BTD: jax.Array, given: tuple) -> tuple[jax.Array, tuple]:
             pattern, is_global, cached = given
@@ -193,12 +212,20 @@ def _scan(
     return x_BTD, tuple(caches), usages
 
 
+def _unstaged(w: jax.Array) -> jax.Array:
+    """Layers that no pipeline divides, as a scan takes them."""
+    return jax.sharding.reshard(w, PartitionSpec(None, *jax.typeof(w).sharding.spec[1:]))
+
+
 def _every(stack: Layers, first: int, step: int, count: int) -> Layers:
     """``count`` layers of ``stack`` from ``first``, each ``step`` behind the one before."""
 
     def take(w: jax.Array) -> jax.Array:
-        whole = first == 0 and step == 1 and count == len(w)
-        return w if whole else w[first : first + step * (count - 1) + 1 : step]
+        if first == 0 and step == 1 and count == len(w):
+            return w
+        if first < step and step * count == len(w):
+            return unstacked(w, step)[:, first]
+        return w[first : first + step * (count - 1) + 1 : step]
 
     return jax.tree.map(take, stack)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import PIPELINE, in_stage, partition, unmapped
 
 AXIS = "expert"
 
@@ -61,15 +61,26 @@ def mixed(
     tokens = partition("batch", "sequence", "activation")
 
     def on_device(x_BTD: jax.Array, choice_BTK: jax.Array, share_BTK: jax.Array, weights: Any) -> jax.Array:
-        x_BTD, share_BTK, w = _varying((x_BTD, share_BTK, prepare(weights)))
-        choice_BTK = _varying(choice_BTK)
+        w = prepare(weights)
+        if not within_stage:
+            x_BTD, choice_BTK, share_BTK, w = _varying((x_BTD, choice_BTK, share_BTK, w))
         if dispatch.kind == "capacity":
             y_BTD = _capacity(x_BTD, choice_BTK, share_BTK, w, experts, dispatch.factor, batched)
         else:
-            y_BTD = _dropless(x_BTD, choice_BTK, share_BTK, w, experts, dispatch.factor, grouped)
+            y_BTD = _dropless(x_BTD, choice_BTK, share_BTK, w, experts, dispatch.factor, grouped, together)
         return jax.lax.psum(y_BTD, "tensor")
 
-    sharded = jax.shard_map(on_device, in_specs=(tokens, tokens, tokens, weight_specs), out_specs=tokens)
+    within_stage = in_stage()
+    together = tuple(
+        a for a in jax.sharding.get_abstract_mesh().axis_names if not within_stage or a != PIPELINE
+    )
+    sharded = jax.shard_map(
+        on_device,
+        in_specs=(tokens, tokens, tokens, weight_specs),
+        out_specs=tokens,
+        axis_names={*unmapped()},
+        check_vma=not within_stage,  # which would look for the stage's axes in residuals
+    )
     weights = jax.tree.map(jax.sharding.reshard, weights, weight_specs)
     return sharded(x_BTD, choice_BTK, share_BTK, weights)
 
@@ -130,6 +141,7 @@ def _dropless(
     experts: int,
     factor: float,
     grouped: Grouped,
+    together: tuple[str, ...],
 ) -> jax.Array:
     (B, T, D), K = x_BTD.shape, choice_BTK.shape[-1]
     x_MD, share_MK = x_BTD.reshape(B * T, D), share_BTK.reshape(B * T, K)
@@ -142,7 +154,7 @@ def _dropless(
     part = min(math.ceil(B * T * K / ways * factor), B * T * min(K, experts // ways))
     needed = -(-rows.sizes_E.reshape(ways, -1).sum(1).max() // part)
     # The same number of rounds on all devices: they meet in every all-to-all.
-    rounds = jax.lax.pmax(needed, tuple(jax.sharding.get_abstract_mesh().axis_names))
+    rounds = jax.lax.pmax(needed, together)
     one = functools.partial(_one_round, ways=ways, part=part, grouped=grouped)
     return _summed_rounds(one, rounds, rows, (x_MD, share_MK, w)).reshape(B, T, D)
 

@@ -1,34 +1,68 @@
 """The one table from logical dims of arrays to mesh axes, and the checks that a model fits a mesh."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
+from slicewise.costs.pipeline import check_layers, check_together
 from slicewise.errors import UserError
 
 RULES: Mapping[str, str | tuple[str, ...]] = {
-    "batch": ("data", "fsdp", "expert"),
+    "batch": ("pipeline", "data", "fsdp", "expert"),
     "sequence": "context",
-    "embed": ("fsdp", "expert", "context"),  # the d_model dim of weights: gathered where a layer uses them
-    "latent": ("fsdp", "expert", "context"),  # the rank of latent attention in weights: as embed
+    # the d_model dim of weights: gathered where a layer uses them
+    "embed": ("pipeline", "fsdp", "expert", "context"),
+    "latent": ("pipeline", "fsdp", "expert", "context"),  # the rank of latent attention in weights: as embed
     "experts": "expert",
-    "expert_embed": ("fsdp", "context"),  # the d_model dim of weights that the expert axis divides by experts
+    "expert_embed": (
+        "pipeline",
+        "fsdp",
+        "context",
+    ),  # of experts' weights, whose experts the expert axis divides
+    "staged_layers": "pipeline",  # the layers that a pipeline divides; the others lie within a stage
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
     "tokens": ("context", "tensor"),  # the tokens of the residual stream: see residual
 }
+PIPELINE = "pipeline"
+STAGE_AXES = ("pipeline", "data", "fsdp", "expert")  # that a stage's code is mapped over
+FSDP_DIMS = ("embed", "latent", "expert_embed")  # of weights, what fully sharded data parallelism divides
 # dims that no axis divides
 WHOLE = frozenset({"layers", "position", "slots", "activation", "head_dim", "lora"})
 
 
 def partition(*dims: str) -> PartitionSpec:
-    """The PartitionSpec of an array with these logical dims."""
+    """The PartitionSpec of an array with these logical dims.
+
+    The pipeline axis divides the first dim that has it: staged layers, or outside of them what fsdp divides. Within a
+    stage only the axes that are left divide anything.
+    """
     assert all(dim in RULES or dim in WHOLE for dim in dims), dims
-    return PartitionSpec(*(RULES.get(dim) for dim in dims))
+    used = {*STAGE_AXES} if in_stage() else set()
+    entries: list[Any] = []
+    for dim in dims:
+        rule = RULES.get(dim, ())
+        axes = tuple(axis for axis in ((rule,) if isinstance(rule, str) else rule) if axis not in used)
+        used.update(axes)
+        entries.append(axes[0] if len(axes) == 1 else axes or None)
+    return PartitionSpec(*entries)
+
+
+def in_stage() -> bool:
+    """Whether the code in force is that of one stage of a pipeline, see parallel.pipeline."""
+    return {*jax.sharding.get_abstract_mesh().manual_axes} == {*STAGE_AXES}
+
+
+def unmapped() -> tuple[str, ...]:
+    """The mesh axes that shard_map can still map: all of them, or within a stage the others."""
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return tuple(axis for axis in names if axis not in STAGE_AXES) if in_stage() else names
 
 
 def residual(tokens: int) -> PartitionSpec:
@@ -51,6 +85,13 @@ def gathered(weight: jax.Array, *dims: str) -> jax.Array:
     return jax.sharding.reshard(weight, partition(*whole))
 
 
+def unstacked(stack: jax.Array, by: int) -> jax.Array:
+    """[L, ...] as [L / by, by, ...]."""
+    spec = jax.typeof(stack).sharding.spec
+    shape = (-1, by, *stack.shape[1:])
+    return jnp.reshape(stack, shape, out_sharding=PartitionSpec(spec[0], None, *spec[1:]))
+
+
 def unscattered(grad: jax.Array, x: jax.Array, lead: int) -> jax.Array:
     """The gradient of a product, its first ``lead`` dims laid out as those of ``x``: gathered if need be."""
     spec, ours = jax.typeof(grad).sharding.spec, jax.typeof(x).sharding.spec
@@ -59,9 +100,12 @@ def unscattered(grad: jax.Array, x: jax.Array, lead: int) -> jax.Array:
 
 def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -> None:
     """Raises UserError when ``degrees`` (mesh axis -> size) does not divide the dims that it shards."""
-    tensor, expert, context = degrees["tensor"], degrees["expert"], degrees.get("context", 1)
-    rows = degrees["fsdp"] * expert
+    tensor, expert, stages = degrees["tensor"], degrees["expert"], degrees.get(PIPELINE, 1)
+    context = degrees.get("context", 1)
+    rows = stages * degrees["fsdp"] * expert
     sharded = rows * context
+    check_layers(spec.name, spec.staged_groups, stages)
+    check_together(stages, context)
     for count, name in _tensor_dims(spec):
         if count % tensor:
             raise UserError(
@@ -80,21 +124,24 @@ def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -
         )
     for count, name in _sharded_dims(spec):
         if count % sharded:
-            named = " x ".join(["fsdp", *["expert"] * (expert > 1), *["context"] * (context > 1)])
-            product = f"{named} parallelism{' =' if ' x ' in named else ''}"
+            product = _product({"pipeline": stages, "fsdp": 0, "expert": expert, "context": context})
             raise UserError(
-                f"{product} {sharded} does not divide {name} = {count} of {spec.name};"
+                f"{product}{' =' * (' x ' in product)} {sharded} does not divide {name} = {count} of {spec.name};"
                 " use fewer fsdp and more data or tensor parallelism."
             )
     batch = degrees["data"] * rows
     if global_batch_size % batch:
         below = global_batch_size - global_batch_size % batch
         near = f"{below} or {below + batch}" if below else f"{batch}, or context parallelism for sequences"
-        axes = "data x fsdp" if expert == 1 else "data x fsdp x expert"
+        axes = _product({"data": 0, "pipeline": stages, "fsdp": 0, "expert": expert})
         raise UserError(
-            f"global_batch_size = {global_batch_size} is not a multiple of {axes} parallelism = {batch};"
-            f" use {near}."
+            f"global_batch_size = {global_batch_size} is not a multiple of {axes} = {batch}; use {near}."
         )
+
+
+def _product(degrees: Mapping[str, int]) -> str:
+    """Such as 'data x fsdp parallelism': axes of one device are not worth a word, those given as 0 always are."""
+    return " x ".join(axis for axis, degree in degrees.items() if degree != 1) + " parallelism"
 
 
 def _tensor_dims(spec: ModelSpec) -> list[tuple[int, str]]:

@@ -17,7 +17,7 @@ PARTS = {  # of the step that an axis costs, by the rule that judges the axis
     "expert": ("exposed expert",),
     "dcn data": ("exposed dcn data",),
     "dcn fsdp": ("exposed dcn fsdp",),
-    "pipeline": ("exposed pipeline", "pipeline bubble"),
+    "pipeline": ("exposed pipeline", "exposed dcn pipeline", "pipeline bubble"),
 }
 
 
@@ -148,7 +148,7 @@ def multislice(s: Setting, result: SearchResult) -> tuple[str, ...]:
         )
     else:
         lines.append("No replica fits a slice, so weights are sharded over DCN, or its layers are.")
-    depths = rules.dcn_pipeline_depths(n, s.shape.layer_count)
+    depths = rules.dcn_pipeline_depths(n, s.shape.staged_groups)
     tried = (
         ", ".join(f"{p} stages x {r} replicas" for p, r in depths) or "none divides the layers and the slices"
     )

@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from slicewise.catalog.slices import Slice
-from slicewise.costs import torus
+from slicewise.costs import pipeline, torus
 from slicewise.costs.device import Device
 from slicewise.costs.layout import Degrees, Layout, place_degrees
 from slicewise.costs.shapes import ModelShape
@@ -25,7 +25,7 @@ class Limits:
     heads: int
     widths: tuple[int, ...]  # dims that the tensor axis divides
     experts: int
-    layers: int
+    layers: int  # equal ones, or groups of them, that a pipeline divides
     seq: int
     global_batch: int
 
@@ -51,7 +51,7 @@ def limits_of(shape: ModelShape, seq: int, global_batch: int) -> Limits:
     widths = {m.d_in for layer in shape.layers for m in layer.matmuls if m.sharding == "row"}
     heads = functools.reduce(np.gcd, (layer.attention.heads for layer in shape.layers))
     experts = max(layer.experts if layer.active else 1 for layer in shape.layers)
-    return Limits(int(heads), tuple(sorted(widths)), experts, shape.layer_count, seq, global_batch)
+    return Limits(int(heads), tuple(sorted(widths)), experts, shape.staged_groups, seq, global_batch)
 
 
 @functools.cache
@@ -88,6 +88,8 @@ class Table:
     ici: np.ndarray  # [n, 6] in the order of ICI_ORDER
     dcn: np.ndarray  # [n, 3] in the order of DCN_AXES
     micro: np.ndarray  # [n] microbatches of a step
+    repeats: np.ndarray  # [n] rounds of a pipeline
+    once: np.ndarray  # [n] whether a pipeline keeps the weights that it gathers
     ici_id: np.ndarray  # [n]
     twin: np.ndarray  # [n]
 
@@ -99,7 +101,7 @@ class Table:
 
     @property
     def columns(self) -> tuple[np.ndarray, ...]:
-        return (self.ici, self.dcn, self.micro, self.ici_id, self.twin)
+        return (self.ici, self.dcn, self.micro, self.repeats, self.once, self.ici_id, self.twin)
 
     @property
     def staged(self) -> np.ndarray:
@@ -111,9 +113,8 @@ class Table:
         ici = Degrees(**{axis: self.ici[:, k] for k, axis in enumerate(ICI_ORDER)})
         dcn = Degrees(**{axis: self.dcn[:, k] for k, axis in enumerate(DCN_AXES)})
         staged = self.staged
-        return Layout(
-            ici, dcn, global_batch, np.where(staged, 1, self.micro), np.where(staged, self.micro, 1)
-        )
+        steps, parts = np.where(staged, 1, self.micro), np.where(staged, self.micro, 1)
+        return Layout(ici, dcn, global_batch, steps, parts, self.repeats, self.once)
 
     def row(self, k: int, global_batch: int) -> Layout:
         """Layout ``k`` with plain integers."""
@@ -121,8 +122,15 @@ class Table:
         dcn = {axis: int(v) for axis, v in zip(DCN_AXES, self.dcn[k], strict=True)}
         micro = int(self.micro[k])
         staged = bool(self.staged[k])
+        steps, parts = (1, micro) if staged else (micro, 1)
         return Layout(
-            Degrees(**ici), Degrees(**dcn), global_batch, 1 if staged else micro, micro if staged else 1
+            Degrees(**ici),
+            Degrees(**dcn),
+            global_batch,
+            steps,
+            parts,
+            int(self.repeats[k]),
+            bool(self.once[k]),
         )
 
 
@@ -148,7 +156,11 @@ def dcn_rows(num_slices: int, limits: Limits, *, fsdp: bool) -> np.ndarray:
 
 def combine(ici: np.ndarray, ids: np.ndarray, dcn: np.ndarray, limits: Limits) -> Table:
     """Every pair of ``ici`` (named ``ids``) and ``dcn`` rows whose data shards get whole sequences, with
-    every count of microbatches (a power of two) that leaves whole sequences."""
+    every count of microbatches (a power of two, of a pipeline times its stages) that leaves whole sequences.
+
+    A pipeline makes as many rounds as costs.pipeline.rounds says. Where weights are sharded, one that gathers them
+    once a step and one that does so for each microbatch are two layouts.
+    """
     batch = limits.global_batch
     shards = ici[:, [ICI_ORDER.index(a) for a in ("data", "fsdp", "expert")]].prod(1)[:, None] * dcn[
         None, :, 1:
@@ -156,15 +168,30 @@ def combine(ici: np.ndarray, ids: np.ndarray, dcn: np.ndarray, limits: Limits) -
     stages = ici[:, ICI_ORDER.index("pipeline")][:, None] * dcn[None, :, 0]
     a, b = np.nonzero((batch % shards == 0) & (limits.layers % stages == 0))
     sequences = batch // shards[a, b]
-    micro = np.array(MICROBATCHES)
-    pair, step = np.nonzero(sequences[:, None] % micro[None, :] == 0)
-    return Table(ici[a[pair]], dcn[b[pair]], micro[step], ids[a[pair]], pair)
+    micro = np.array(MICROBATCHES)[None, :] * stages[a, b][:, None]
+    pair, step = np.nonzero(sequences[:, None] % micro == 0)
+    gathers = ici[:, [ICI_ORDER.index(axis) for axis in ("fsdp", "context", "expert")]].prod(1)[a] * dcn[b, 1]
+    spread = (stages[a, b] > 1) & (gathers > 1)
+    again = np.flatnonzero(spread[pair])
+    once = np.concatenate([np.ones(len(pair), bool), np.zeros(len(again), bool)])
+    pair, step = np.concatenate([pair, pair[again]]), np.concatenate([step, step[again]])
+    micro, depth = micro[pair, step], stages[a, b][pair]
+    return Table(ici[a[pair]], dcn[b[pair]], micro, _rounds(depth, micro, limits), once, ids[a[pair]], pair)
+
+
+def _rounds(stages: np.ndarray, micro: np.ndarray, limits: Limits) -> np.ndarray:
+    """Of every layout; 1 where it is no pipeline."""
+    found = np.ones(len(stages), dtype=np.int64)
+    for depth, count in {*zip(stages.tolist(), micro.tolist(), strict=True)}:
+        if depth > 1:
+            found[(stages == depth) & (micro == count)] = pipeline.rounds(depth, count, limits.layers)
+    return found
 
 
 def joined(first: Table, second: Table) -> Table:
     """Both tables as one."""
     offset = int(first.twin.max()) + 1 if len(first) else 0
-    second = Table(second.ici, second.dcn, second.micro, second.ici_id, second.twin + offset)
+    second = replace(second, twin=second.twin + offset)
     return Table(*(np.concatenate(pair) for pair in zip(first.columns, second.columns, strict=True)))
 
 

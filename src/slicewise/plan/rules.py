@@ -9,6 +9,7 @@ from slicewise.costs import parallelism
 from slicewise.costs.device import Device, device_of
 from slicewise.costs.layout import Layout
 from slicewise.costs.memory import MARGIN
+from slicewise.costs.pipeline import MOST_IDLE
 from slicewise.costs.shapes import ModelShape
 
 WEIGHT_BITS = 16  # as they are gathered
@@ -219,13 +220,16 @@ def whole_sequences(s: Setting, data_shards: int) -> Inequality:
     )  # fmt: skip
 
 
-def pipeline(s: Setting, stages: int, microbatches: int, limit: float = 0.1) -> Inequality:
-    """The bubble (P - 1) / (m + P - 1) of a pipeline, at most ``limit`` of the step."""
-    bubble = parallelism.pipeline_bubble(stages, microbatches)
+def pipeline(
+    s: Setting, stages: int, microbatches: int, repeats: int = 1, limit: float = MOST_IDLE
+) -> Inequality:
+    """The bubble (P - 1) / (r m + P - 1) of a pipeline, at most ``limit`` of the step."""
+    bubble = parallelism.pipeline_bubble(stages, microbatches, repeats)
+    rounds, times = (f" in {repeats} rounds", f"{repeats} x ") if repeats > 1 else ("", "")
     return Inequality(
         "pipeline", bubble, limit, "<=",
-        f"a pipeline of {stages} stages with {microbatches} microbatches idles {bubble:.0%}"
-        f" (({stages} - 1) / ({microbatches} + {stages} - 1)); {limit:.0%} is worth it",
+        f"a pipeline of {stages} stages with {microbatches} microbatches{rounds} idles {bubble:.0%}"
+        f" (({stages} - 1) / ({times}{microbatches} + {stages} - 1)); {limit:.0%} is worth it",
     )  # fmt: skip
 
 
@@ -257,7 +261,7 @@ def of_layout(s: Setting, layout: Layout) -> tuple[Inequality, ...]:
         found.append(dcn_fsdp(s))
     stages = layout.total("pipeline")
     if stages > 1:
-        found.append(pipeline(s, stages, layout.pipeline_microbatches))
+        found.append(pipeline(s, stages, layout.pipeline_microbatches, layout.pipeline_repeats))
     return tuple(found)
 
 

@@ -10,6 +10,7 @@ from slicewise.costs import remat
 from slicewise.costs.adapters import with_adapters
 from slicewise.costs.layout import AXES as ALL_AXES
 from slicewise.costs.layout import Degrees, Layout, Recipe
+from slicewise.costs.pipeline import settled
 from slicewise.costs.shapes import ModelShape
 from slicewise.costs.step import estimate
 from slicewise.errors import UserError
@@ -58,10 +59,31 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
     work = workload_of(config, shape)
     steps = config.optimizer.gradient_accumulation_steps
     layout = Layout(Degrees(**degrees.ici), Degrees(**degrees.dcn), work.global_batch, steps)
+    layout = _with_pipeline(config, shape, layout)
     check_layout(shape, cluster, layout, work.seq)
     recipe = _recipe(config, layout)
     check_exchange(work.shape, layout, recipe)
     return Candidate(cluster, layout, recipe, estimate(work.shape, cluster, layout, recipe, work.seq))
+
+
+def _with_pipeline(config: RunConfig, shape: ModelShape, layout: Layout) -> Layout:
+    keys = config.parallelism
+    microbatches = settled(
+        shape.name,
+        shape.staged_groups,
+        stages=layout.total("pipeline"),
+        shards=layout.data_shards // layout.ici.context,
+        batch=layout.global_batch,
+        steps=layout.accumulation_steps,
+        asked=keys.pipeline_microbatches,
+        repeats=keys.pipeline_repeats,
+    )
+    return replace(
+        layout,
+        pipeline_microbatches=microbatches,
+        pipeline_repeats=keys.pipeline_repeats,
+        pipeline_gathers_once=keys.pipeline_gather == "step",
+    )
 
 
 def _recipe(config: RunConfig, layout: Layout) -> Recipe:
@@ -114,6 +136,10 @@ def config_values(
     if layout.ici.context > 1:
         values["context_strategy"] = candidate.recipe.context_exchange
     values["gradient_accumulation_steps"] = int(layout.accumulation_steps)
+    staged = layout.total("pipeline") > 1
+    values["pipeline_microbatches"] = int(layout.pipeline_microbatches) if staged else 0
+    values["pipeline_repeats"] = int(layout.pipeline_repeats)
+    values["pipeline_gather"] = "step" if layout.pipeline_gathers_once else "microbatch"
     if work.shape.routed_parameters:
         factor = candidate.recipe.expert_capacity_factor
         values |= (
@@ -149,7 +175,11 @@ def changes(now: Candidate, then: Candidate) -> tuple[Change, ...]:
     a, b = now.layout, then.layout
     key = "gradient_accumulation_steps"
     found.append(("accumulation steps", key, a.accumulation_steps, b.accumulation_steps))
-    found.append(("pipeline microbatches", "", a.pipeline_microbatches, b.pipeline_microbatches))
+    for what in ("microbatches", "repeats"):
+        key = f"pipeline_{what}"
+        found.append((key.replace("_", " "), key, getattr(a, key), getattr(b, key)))
+    gathers = ["step" if x.pipeline_gathers_once else "microbatch" for x in (a, b)]
+    found.append(("pipeline gathers once a", "pipeline_gather", gathers[0], gathers[1]))
     found.append(("remat policy", "remat_policy", _shown(now), _shown(then)))
     if then.layout.ici.context > 1:
         exchanges = (now.recipe.context_exchange, then.recipe.context_exchange)

@@ -3,6 +3,7 @@
 The devices need not be there: a mesh of a compile-only topology settles what real devices would.
 """
 
+import math
 from typing import Any
 
 from jax.sharding import Mesh
@@ -11,11 +12,14 @@ from slicewise.catalog import chips, flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
 from slicewise.costs.adapters import Lora
+from slicewise.costs.pipeline import settled
 from slicewise.errors import ExitCode, UserError
 from slicewise.kernels.attention import api as attention
 from slicewise.kernels.grouped_matmul import api as grouped_matmul
 from slicewise.model import lora, params
 from slicewise.model.quantization import Quantization, check, slower
+from slicewise.parallel.pipeline import Pipeline
+from slicewise.parallel.rules import PIPELINE, RULES
 
 
 def kernels(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> dict[str, Any]:
@@ -31,7 +35,33 @@ def kernels(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> dict[str, Any]:
         ),
         "grouped": grouped_matmul.choose(mesh) if spec.experts else grouped_matmul.REFERENCE,
         "quantization": quantization(config, spec),
+        "pipeline": pipeline(config, spec, mesh),
     }
+
+
+def pipeline(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> Pipeline | None:
+    """How layers pass through stages; None on a mesh without. Raises UserError where they cannot."""
+    degrees = dict(mesh.shape)
+    shards = math.prod(degrees[axis] for axis in RULES["batch"] if axis != PIPELINE)
+    keys = config.parallelism
+    microbatches = settled(
+        spec.name,
+        spec.staged_groups,
+        stages=degrees[PIPELINE],
+        shards=shards,
+        batch=config.data.global_batch_size,
+        steps=config.optimizer.gradient_accumulation_steps,
+        asked=keys.pipeline_microbatches,
+        repeats=keys.pipeline_repeats,
+    )
+    if degrees[PIPELINE] == 1:
+        return None
+    if rank := config.lora.lora_rank:
+        raise UserError(
+            f"lora_rank = {rank} does not go with a pipeline of {degrees[PIPELINE]} stages: adapters leave little to"
+            " divide; use fsdp parallelism instead."
+        )
+    return Pipeline(microbatches, keys.pipeline_repeats, keys.pipeline_gather)
 
 
 def quantization(config: RunConfig, spec: ModelSpec) -> Quantization | None:

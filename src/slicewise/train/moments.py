@@ -166,7 +166,7 @@ def _field(path: str, x: jax.Array, named: Mapping[str, Any]) -> str | None:
     for i in range(1, len(parts)):
         weight = named.get(".".join(parts[i:]))
         if weight is not None:
-            is_matrix = x.ndim - ("layers" in weight.dims) > 1
+            is_matrix = x.ndim - (weight.dims[0] in ("layers", "staged_layers")) > 1
             return parts[i - 1] if is_matrix and x.shape == weight.shape else None
     return None
 

@@ -86,7 +86,7 @@ def _muon(config: RunConfig, layout: Any) -> optax.GradientTransformation:
 
 def _matrix_dims(weight: Any) -> optax.contrib.MuonDimensionNumbers | None:
     """Which dims of a layer's weight are its input and its output; None for one that is no such matrix."""
-    batch = sum(dim in ("layers", "experts") for dim in weight.dims)
+    batch = sum(dim in ("layers", "staged_layers", "experts") for dim in weight.dims)
     dims = tuple(range(batch, len(weight.dims)))
     if not batch or not weight.std or len(dims) < 2:
         return None

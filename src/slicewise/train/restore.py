@@ -61,4 +61,5 @@ def _whole_on_each(config: RunConfig, devices: int) -> list[str]:
     """Overrides: every device in the data axis, and batches with as many rows as the run's or a few more."""
     keys = [f"{network}_{axis}_parallelism" for network in ("ici", "dcn") for axis in AXES]
     rows = -(-config.data.global_batch_size // devices) * devices
-    return [f"{key}={-1 if '_data_' in key else 1}" for key in keys] + [f"global_batch_size={rows}"]
+    overrides = [f"{key}={-1 if '_data_' in key else 1}" for key in keys] + [f"global_batch_size={rows}"]
+    return [*overrides, "pipeline_microbatches=0", "pipeline_repeats=1"]

@@ -19,7 +19,7 @@ from slicewise.errors import UserError
 from slicewise.kernels.attention import chunked, divided, reference
 from slicewise.kernels.attention.device import by_device, chunks
 from slicewise.parallel import context
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import partition, unmapped
 
 CONTEXT = "context"  # what an implementation's backward pass reads, for checkpoint policies
 BLOCK = 128  # splash: sequences are multiples of the lanes of a vector register
@@ -203,8 +203,9 @@ def _above(
         K = k.shape[2]
         grouped = (q * scale).reshape(B, T, K, N // K, H)
         found = chunked.count_above(grouped, k, rows, columns, window, softcap, max_logit)
-        return jax.lax.psum(found, tuple(jax.sharding.get_abstract_mesh().axis_names))
+        return jax.lax.psum(found, axes)
 
+    axes = unmapped()
     row = partition("batch", "sequence")
     rows, columns = ((w.positions_BT, w.segments_BT) for w in (queries, keys))
     by_head = partition("batch", "sequence", "heads", "head_dim")
@@ -213,6 +214,7 @@ def _above(
         on_device,
         in_specs=(by_head, by_kv_head, (row, row), (row, row), PartitionSpec()),
         out_specs=PartitionSpec(),
+        axis_names={*axes},
         check_vma=False,
     )(jax.lax.stop_gradient(q_BTNH), jax.lax.stop_gradient(k_BSKH), rows, columns, window)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from slicewise.kernels.attention import chunked
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import partition, unmapped
 
 
 def by_device(on_device: Callable[..., jax.Array], operands: tuple, others: tuple, specs: tuple) -> jax.Array:
@@ -21,6 +21,7 @@ def by_device(on_device: Callable[..., jax.Array], operands: tuple, others: tupl
         on_device,
         in_specs=(by_head, by_kv_head, by_kv_head, partition("heads"), *specs),
         out_specs=by_head,
+        axis_names={*unmapped()},
         check_vma=False,  # a kernel call does not say over which axes its result varies
     )(*operands, *others)
 
