@@ -209,10 +209,10 @@ def losses(path, chats):
 def test_adapters_learn_the_answers_and_not_the_prompts(trained, tuned, chats):
     answers, asked = losses(trained.folder / "run", chats)
     answers_after, asked_after = losses(tuned, chats)
-    assert answers_after < 0.15 * answers
-    assert answers - answers_after > 3 * (
-        asked - asked_after
-    )  # what is the same in all prompts helps with both
+    assert answers_after < 0.2 * answers
+    assert (
+        asked_after > 0.7 * asked
+    )  # the lines between messages are foreseen better, letters drawn at random are not
 
 
 def test_an_answer_is_generated_and_scored(tuned, chats):
