@@ -287,8 +287,8 @@ def test_json_of_a_layout_has_its_degrees_and_its_whole_estimate(say):
     first = json.loads(say(TRAIN, "--json"))["ranked"][0]
     assert set(first) == {
         "rank", "ici", "dcn", "global_batch", "batch_per_device", "accumulation_steps",
-        "pipeline_microbatches", "remat_policy", "saved", "offloaded", "precision", "estimate", "run_s",
-        "cost",
+        "pipeline_microbatches", "pipeline_repeats", "pipeline_gather", "remat_policy", "saved", "offloaded",
+        "precision", "estimate", "run_s", "cost",
     }  # fmt: skip
     assert set(first["ici"]) == {"data", "fsdp", "tensor", "context", "expert", "pipeline"}
     assert set(first["estimate"]) >= {

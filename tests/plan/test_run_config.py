@@ -91,6 +91,25 @@ def test_a_layout_with_an_expert_axis_is_priced_and_written(dispatch):
     assert (again.layout, again.recipe) == (planned.layout, planned.recipe)
 
 
+@pytest.mark.parametrize("once", [True, False])
+def test_a_pipeline_is_priced_and_written_with_its_microbatches_and_rounds(once):
+    shape = model_shape(model.load("llama3-8b"))
+    place = slices.cluster("v5p:4x4x4", 4)
+    layout = Layout(Degrees(fsdp=32, pipeline=2), Degrees(data=2, pipeline=2), 1024, 1, 8, 2, once)
+    planned = Candidate(place, layout, Recipe(), estimate(shape, place, layout, Recipe(), 4096))
+    assert run_config.beyond_config(planned) == ()
+    config = config_of("sequence_length=4096", "global_batch_size=1024")
+    values = run_config.config_values(run_config.workload_of(config, shape), planned, model="llama3-8b")
+    asked = [values[f"pipeline_{key}"] for key in ("microbatches", "repeats", "gather")]
+    assert asked == [8, 2, "step" if once else "microbatch"]
+    again = run_config.priced(with_overrides(config, run_config.as_overrides(values)), shape, place)
+    assert again.layout == layout
+    assert run_config.changes(again, planned) == ()
+    written = with_overrides(config, run_config.as_overrides(values | {"pipeline_microbatches": 0}))
+    derived = run_config.priced(written, shape, place)
+    assert derived.layout.pipeline_microbatches == 16  # the fewest that idle no more than a tenth
+
+
 def test_what_no_key_can_ask_for_is_named():
     planned = candidate(Layout(Degrees(fsdp=8), Degrees(data=2), 64))
     beyond = replace(planned, recipe=replace(planned.recipe, precision="fp8"))

@@ -94,6 +94,8 @@ def layout(value: Layout) -> dict[str, Any]:
         "batch_per_device": float(value.global_batch / (value.data_shards * micro)),
         "accumulation_steps": int(value.accumulation_steps),
         "pipeline_microbatches": int(value.pipeline_microbatches),
+        "pipeline_repeats": int(value.pipeline_repeats),
+        "pipeline_gather": "step" if value.pipeline_gathers_once else "microbatch",
     }
 
 
