@@ -56,14 +56,13 @@ def test_equals_the_definition(heads, window, softcap, cut):
 def test_order_of_tokens_is_data():
     """A permutation of keys and values, with their positions, changes nothing."""
     rng = np.random.default_rng(0)
-    q, k, v = (by_heads(rng.normal(size=(1, 6, 2, 8)).astype(np.float32)) for _ in range(3))
+    q, k, v = (rng.normal(size=(1, 6, 2, 8)).astype(np.float32) for _ in range(3))
     where = Tokens(jnp.arange(6)[None], jnp.ones((1, 6), jnp.int32))
-    order = jnp.array([3, 0, 5, 1, 4, 2])
+    order = np.array([3, 0, 5, 1, 4, 2])
     moved = Tokens(where.positions_BT[:, order], where.segments_BT)
-    plain = attention(q, k, v, where, where, window=None, scale=1.0)
-    np.testing.assert_allclose(
-        attention(q, k[:, order], v[:, order], where, moved, window=None, scale=1.0), plain, atol=1e-6
-    )
+    plain = attention(*map(by_heads, (q, k, v)), where, where, window=None, scale=1.0)
+    other = map(by_heads, (q, k[:, order], v[:, order]))
+    np.testing.assert_allclose(attention(*other, where, moved, window=None, scale=1.0), plain, atol=1e-6)
 
 
 def test_window_counts_the_token_itself():
