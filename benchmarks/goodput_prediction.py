@@ -26,7 +26,6 @@ from slicewise.config import load_config
 from slicewise.costs.units import duration
 from slicewise.launch.chaos import run
 from slicewise.launch.chaos.schedule import Schedule
-from slicewise.launch.policy import Watch
 from slicewise.launch.targets.local import parse_shape
 from slicewise.train.goodput import Account, account, read
 from slicewise.train.goodput_expected import expectation, measured
@@ -57,9 +56,7 @@ def main() -> int:
     asked = parser.parse_args()
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     folder = Path(tempfile.mkdtemp(prefix="goodput-"))
-    setup = run.prepare(
-        load_config(None, [*KEYS, f"output_directory={folder}"]), parse_shape("2x1x1"), Watch()
-    )
+    setup = run.prepare(load_config(None, [*KEYS, f"output_directory={folder}"]), parse_shape("2x1x1"))
     first = _start(setup, "calibration", [Fault(1, "kill", (), "step", 500), _last(2)])
     restart_s = first.restarts[-1].total_us / 1e6
     mean_s = asked.restarts_per_failure * restart_s
