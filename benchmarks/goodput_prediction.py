@@ -44,7 +44,7 @@ KEYS = (
     "log_every=100",
     "tensorboard=false",
 )
-TRAINS = Fault(0, "kill", (), "step")  # of the last start: at its first step everything has been seen
+SEEN_S = 3.0  # after a start trains again until it is ended: its first step has been stamped by then
 
 
 def main() -> int:
@@ -69,17 +69,17 @@ def main() -> int:
 
 
 def _last(attempt: int) -> Fault:
-    return Fault(attempt, TRAINS.kind, TRAINS.ranks, TRAINS.moment, step=1)
+    return Fault(attempt, "kill", (), "step", delay_s=SEEN_S)
 
 
 def _start(setup: run.Setup, name: str, faults: list[Fault]) -> Account:
-    """The account up to the moment at which the last start trains. Raises SystemExit when it went otherwise."""
+    """The account up to the end of the first step of the last start. Raises SystemExit when it went otherwise."""
     outcome = run.start(setup, name, Schedule(0, tuple(faults)), starts=len(faults))
     if len(outcome.fired) != len(faults):
         sys.exit(f"{len(faults)} kills were to happen, and {len(outcome.fired)} did; see {setup.folder}")
     stamps = read(setup.run_directory(name))
     end = max(k for k, stamp in enumerate(stamps) if stamp.from_step is not None)
-    return account(stamps[: end + 1])
+    return account(stamps[: end + 2])
 
 
 def _report(found: Account, restart_s: float, mean_s: float, failures: int) -> int:
