@@ -25,7 +25,6 @@ from rich.console import Console
 from slicewise.config import load_config
 from slicewise.launch.chaos import run, schedule, table
 from slicewise.launch.chaos.schedule import Schedule
-from slicewise.launch.policy import Watch
 from slicewise.launch.targets.local import parse_shape
 
 RESULT = Path(__file__).parent / "results" / "chaos.txt"
@@ -52,23 +51,18 @@ def main() -> int:
     parser.add_argument(
         "--local", default="2x1x1", metavar="SxHxD", help="the emulated cluster (default 2x1x1)"
     )
-    parser.add_argument("--start-timeout", type=float, default=30.0, metavar="S", help="seconds (default 30)")
-    parser.add_argument("--stall-timeout", type=float, default=8.0, metavar="S", help="seconds (default 8)")
     asked = parser.parse_args()
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles three times as fast
     shape = parse_shape(asked.local)
     cells = [] if asked.no_matrix else schedule.matrix(shape, steps=STEPS, every=EVERY, seed=MATRIX_SEEDS)
     seeds = range(asked.first, asked.first + asked.schedules)
     seeded = [schedule.make(n, schedule.KINDS, shape, steps=STEPS, every=EVERY) for n in seeds]
-    watch = Watch(
-        start_timeout_s=asked.start_timeout, stall_timeout_s=asked.stall_timeout, failure_grace_s=0.5
-    )
     RESULT.parent.mkdir(exist_ok=True)
     with RESULT.open("w") as file:
-        return _run_all([*cells, *seeded], shape, watch, file)
+        return _run_all([*cells, *seeded], shape, file)
 
 
-def _run_all(schedules: list[Schedule], shape, watch: Watch, file: io.TextIOBase) -> int:
+def _run_all(schedules: list[Schedule], shape, file: io.TextIOBase) -> int:
     def say(text: str) -> None:
         for out in (sys.stdout, file):
             print(text, file=out, flush=True)
@@ -77,7 +71,7 @@ def _run_all(schedules: list[Schedule], shape, watch: Watch, file: io.TextIOBase
     say(f"$ python benchmarks/chaos.py {' '.join(sys.argv[1:])}".rstrip())
     say(f"{datetime.date.today()} {versions} python {platform.python_version()}, {os.cpu_count()} cores")
     folder, begun_s, outcomes = Path(tempfile.mkdtemp(prefix="chaos-")), time.monotonic(), []
-    setup = run.prepare(load_config(None, [*KEYS, f"output_directory={folder}"]), shape, watch)
+    setup = run.prepare(load_config(None, [*KEYS, f"output_directory={folder}"]), shape)
     expected, usual_s = run.undisturbed(setup)
     say(f"undisturbed: {STEPS} steps in {usual_s:.1f} s, checkpoints every {EVERY}")
     for one in schedules:

@@ -26,7 +26,6 @@ from slicewise.config import load_config
 from slicewise.costs.units import duration
 from slicewise.launch.chaos import run
 from slicewise.launch.chaos.schedule import Schedule
-from slicewise.launch.policy import Watch
 from slicewise.launch.targets.local import parse_shape
 from slicewise.train.goodput import Account, account, read
 from slicewise.train.goodput_expected import expectation, measured
@@ -45,7 +44,7 @@ KEYS = (
     "log_every=100",
     "tensorboard=false",
 )
-TRAINS = Fault(0, "kill", (), "step")  # of the last start: at its first step everything has been seen
+SEEN_S = 3.0  # after a start trains again until it is ended: its first step has been stamped by then
 
 
 def main() -> int:
@@ -57,9 +56,7 @@ def main() -> int:
     asked = parser.parse_args()
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     folder = Path(tempfile.mkdtemp(prefix="goodput-"))
-    setup = run.prepare(
-        load_config(None, [*KEYS, f"output_directory={folder}"]), parse_shape("2x1x1"), Watch()
-    )
+    setup = run.prepare(load_config(None, [*KEYS, f"output_directory={folder}"]), parse_shape("2x1x1"))
     first = _start(setup, "calibration", [Fault(1, "kill", (), "step", 500), _last(2)])
     restart_s = first.restarts[-1].total_us / 1e6
     mean_s = asked.restarts_per_failure * restart_s
@@ -72,17 +69,17 @@ def main() -> int:
 
 
 def _last(attempt: int) -> Fault:
-    return Fault(attempt, TRAINS.kind, TRAINS.ranks, TRAINS.moment, step=1)
+    return Fault(attempt, "kill", (), "step", delay_s=SEEN_S)
 
 
 def _start(setup: run.Setup, name: str, faults: list[Fault]) -> Account:
-    """The account up to the moment at which the last start trains. Raises SystemExit when it went otherwise."""
+    """The account up to the end of the first step of the last start. Raises SystemExit when it went otherwise."""
     outcome = run.start(setup, name, Schedule(0, tuple(faults)), starts=len(faults))
     if len(outcome.fired) != len(faults):
         sys.exit(f"{len(faults)} kills were to happen, and {len(outcome.fired)} did; see {setup.folder}")
     stamps = read(setup.run_directory(name))
     end = max(k for k, stamp in enumerate(stamps) if stamp.from_step is not None)
-    return account(stamps[: end + 1])
+    return account(stamps[: end + 2])
 
 
 def _report(found: Account, restart_s: float, mean_s: float, failures: int) -> int:

@@ -22,7 +22,6 @@ from rich.console import Console
 from slicewise.config import load_config
 from slicewise.launch.chaos import run
 from slicewise.launch.chaos.schedule import Schedule
-from slicewise.launch.policy import Watch
 from slicewise.launch.targets.local import parse_shape
 from slicewise.report import run_goodput
 from slicewise.train.injection import Fault
@@ -51,7 +50,7 @@ def main() -> int:
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     shape, folder = parse_shape(asked.local), Path(tempfile.mkdtemp(prefix="restart-"))
     steps = f"steps={EVERY * (asked.restarts + 2)}"
-    setup = run.prepare(load_config(None, [*KEYS, steps, f"output_directory={folder}"]), shape, Watch())
+    setup = run.prepare(load_config(None, [*KEYS, steps, f"output_directory={folder}"]), shape)
     run.undisturbed(setup)
     ranks = tuple(range(shape.processes - shape.hosts_per_slice, shape.processes))
     faults = (Fault(k + 1, "kill", ranks, "step", EVERY * (k + 1) + 5) for k in range(asked.restarts))

@@ -34,7 +34,7 @@ def outcomes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "undisturbed", lambda setup: (check.Result((), {}, []), 8.0))
 
-    def disturbed(setup, schedule, expected, usual_s):
+    def disturbed(setup, schedule, expected, usual_s, watch):
         bad = ("2 processes were left",) if schedule.seed % 2 else ()
         fired = [{"attempt": f.attempt, "kind": f.kind, "state": f.moment} for f in schedule.faults]
         stamps = [Stamp(0, "launcher", "a", "stop"), Stamp(7_000_000, "launcher", "b", "start")]

@@ -112,4 +112,11 @@ def test_a_process_that_is_left_is_found_by_its_mark_and_killed(monkeypatch):
 )
 def test_a_config_that_cannot_be_judged_is_refused(override, said):
     with pytest.raises(UserError, match=said):
-        run.prepare(load_config(None, [override]), parse_shape("2x1x1"), Watch())
+        run.prepare(load_config(None, [override]), parse_shape("2x1x1"))
+
+
+def test_patience_follows_from_how_long_the_run_takes_unless_it_is_given():
+    assert run.patience(1.0) == Watch(start_timeout_s=30, stall_timeout_s=8, failure_grace_s=0.5)
+    assert run.patience(100.0) == Watch(start_timeout_s=300, stall_timeout_s=100, failure_grace_s=0.5)
+    assert run.patience(1e5) == Watch(failure_grace_s=0.5)
+    assert run.patience(100.0, 7, 3) == Watch(start_timeout_s=7, stall_timeout_s=3, failure_grace_s=0.5)

@@ -8,7 +8,6 @@ import pytest
 from slicewise.config import load_config
 from slicewise.launch.chaos import run
 from slicewise.launch.chaos.schedule import Schedule
-from slicewise.launch.policy import Watch
 from slicewise.launch.targets.local import parse_shape
 from slicewise.train.injection import Fault
 
@@ -49,8 +48,7 @@ MATRIX = {
 def test_a_run_under_faults_is_the_run_that_nobody_disturbed(tmp_path, shape):
     faults = MATRIX[shape]
     loaded = load_config(None, [*KEYS, f"output_directory={tmp_path}"])
-    watch = Watch(start_timeout_s=120, stall_timeout_s=15, failure_grace_s=0.5)
-    setup = run.prepare(loaded, parse_shape(shape), watch)
+    setup = run.prepare(loaded, parse_shape(shape))
     outcome = run.disturbed(setup, Schedule(0, tuple(faults)), *run.undisturbed(setup))
     assert outcome.violations == ()
     happened = [(f["attempt"], f["kind"], f["state"]) for f in outcome.fired]

@@ -16,6 +16,7 @@ from rich.console import Console
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch.policy import Watch
 from slicewise.launch.targets.local import ClusterShape, run_local
+from slicewise.train.goodput import read
 
 pytestmark = pytest.mark.multiprocess
 FOUR = ClusterShape(2, 2, 1)
@@ -74,6 +75,14 @@ def pids(tmp_path, *names):
     """Of the processes that made these marks."""
     eventually(lambda: all((tmp_path / name).exists() for name in names))
     return [int((tmp_path / name).read_text()) for name in names]
+
+
+def test_the_start_and_the_end_of_a_run_are_stamped_in_its_folder(script, tmp_path):
+    for code, last in ((0, "done"), (1, "wait")):
+        run(script(f"sys.exit({code})"), ONE, run_directory=tmp_path / last)
+        states = [stamp.state for stamp in read(tmp_path / last)]
+        assert states[0] == "start"
+        assert states[-1] == last
 
 
 # ---------------------------------------------------------------- output

@@ -16,6 +16,7 @@ from slicewise.launch.policy import Budgets, Fault, Tally, Watch
 from slicewise.launch.supervisor import supervise
 from slicewise.launch.targets.local import run_attempt
 from slicewise.launch.worker_files import pack_code
+from slicewise.train.goodput import account, read
 
 pytestmark = pytest.mark.multiprocess
 
@@ -85,6 +86,22 @@ def test_a_gang_is_started_again_by_the_code_of_its_first_failure_and_logs_of_al
     assert place.job.log_attempts() == [1, 2, 3, 4]
     for attempt in (1, 2, 3, 4):
         assert place.job.log(attempt, "s1h0") == f"config steps attempt {attempt}\n".encode()
+
+
+def test_starts_and_ends_of_attempts_are_stamped_and_compiled_programs_stay_with_the_run(place, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    spec = place.spec("""
+        print(os.environ["JAX_COMPILATION_CACHE_DIR"], os.environ["SLICEWISE_START"])
+        sys.exit(1 if attempt == 1 else 0)
+    """)
+    assert place.supervise(spec).state == "done"
+    stamps = read(place.folder / "run")
+    assert [stamp.state for stamp in stamps] == ["start", "stop", "delay", "start", "done"]
+    for attempt, stamp in ((1, stamps[0]), (2, stamps[3])):
+        compiled, start = place.job.log(attempt, "s0h0").decode().split()
+        assert compiled == str(place.folder / "run" / "compiled")
+        assert start == stamp.start
+    assert account(stamps).parts_us["restart"] > 1_000_000  # the delay after a first failure
 
 
 @pytest.mark.parametrize(

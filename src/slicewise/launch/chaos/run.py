@@ -31,6 +31,9 @@ from slicewise.train.injection import FAULTS, FIRED
 MARK = "SLICEWISE_CHAOS"  # environment of every process of a schedule, by which those that are left are found
 POLL_S = 0.02
 HOLD_S = 1.0  # so long a stopped supervisor stays stopped: nothing watches over it, as over a frozen machine
+LEAST_START_S, START_RUNS = 30.0, 3  # at least, and in lengths of the undisturbed run
+LEAST_STALL_S = 8.0
+GRACE_S = 0.5  # for the others after a failure: shorter than a job's, as nothing but aborts comes of it
 LEAVE_S = 10.0  # for the processes of a job to go after their supervisor
 COMMAND = ("-m", "slicewise", "train", "{config}")
 
@@ -42,7 +45,6 @@ class Setup:
     loaded: LoadedConfig
     shape: ClusterShape
     folder: Path
-    watch: Watch
 
     def run_directory(self, name: str) -> Path:
         return self.folder / name / self.loaded.config.run.run_name
@@ -59,7 +61,7 @@ class Outcome:
     folder: Path = field(repr=False, default=Path())
 
 
-def prepare(loaded: LoadedConfig, shape: ClusterShape, watch: Watch) -> Setup:
+def prepare(loaded: LoadedConfig, shape: ClusterShape) -> Setup:
     """Raises UserError for a config that cannot be judged, or whose layout does not fit the cluster."""
     config = loaded.config
     per_slice = shape.hosts_per_slice * shape.devices_per_host
@@ -73,7 +75,20 @@ def prepare(loaded: LoadedConfig, shape: ClusterShape, watch: Watch) -> Setup:
     if config.checkpoint.resume == "never":
         raise UserError("resume = never: a run under faults resumes; use resume=auto.")
     folder = Path(config.directory + "-chaos").absolute()
-    return Setup(loaded, shape, folder, watch)
+    return Setup(loaded, shape, folder)
+
+
+def patience(
+    usual_s: float, start_timeout_s: float | None = None, stall_timeout_s: float | None = None
+) -> Watch:
+    """How long a trainer may be silent, unless it is given: by the seconds that the undisturbed run takes."""
+    most = Watch()
+    return Watch(
+        start_timeout_s=start_timeout_s
+        or min(most.start_timeout_s, max(LEAST_START_S, START_RUNS * usual_s)),
+        stall_timeout_s=stall_timeout_s or min(most.stall_timeout_s, max(LEAST_STALL_S, usual_s)),
+        failure_grace_s=GRACE_S,
+    )
 
 
 def undisturbed(setup: Setup) -> tuple[check.Result, float]:
@@ -86,15 +101,18 @@ def undisturbed(setup: Setup) -> tuple[check.Result, float]:
     return check.result(setup.run_directory("undisturbed"), setup.loaded.config.run.steps), outcome.wall_s
 
 
-def disturbed(setup: Setup, schedule: Schedule, expected: check.Result, usual_s: float) -> Outcome:
+def disturbed(
+    setup: Setup, schedule: Schedule, expected: check.Result, usual_s: float, watch: Watch | None = None
+) -> Outcome:
     """The run under the faults of ``schedule``. Its folder is gone afterwards unless something was wrong."""
     name = f"seed-{schedule.seed}"
     shutil.rmtree(setup.folder / name, ignore_errors=True)
     faults = len(schedule.faults)
-    waits_s = max(setup.watch.start_timeout_s, setup.watch.stall_timeout_s, DONE_GRACE_S)
-    each_s = waits_s + setup.watch.failure_grace_s + KILL_WAIT_S + 2.0**faults
+    watch = watch or patience(usual_s)
+    waits_s = max(watch.start_timeout_s, watch.stall_timeout_s, DONE_GRACE_S)
+    each_s = waits_s + watch.failure_grace_s + KILL_WAIT_S + 2.0**faults
     limit_s = (faults + 1) * 3 * usual_s + faults * each_s
-    outcome = start(setup, name, schedule, starts=faults + 1, limit_s=limit_s)
+    outcome = start(setup, name, schedule, starts=faults + 1, limit_s=limit_s, watch=watch)
     run, steps = setup.run_directory(name), setup.loaded.config.run.steps
     found = list(outcome.violations)
     if not found:
@@ -102,7 +120,7 @@ def disturbed(setup: Setup, schedule: Schedule, expected: check.Result, usual_s:
     with contextlib.suppress(UserError):
         found += check.unsaved_restores(read(run))
     if outcome.account:
-        found += check.overlong(outcome.account, setup.watch)
+        found += check.overlong(outcome.account, watch)
     if not found:
         shutil.rmtree(setup.folder / name)
     return Outcome(
@@ -127,7 +145,13 @@ def _spec(setup: Setup, run: Path, watch: Watch) -> JobSpec:
 
 
 def start(
-    setup: Setup, name: str, schedule: Schedule, *, starts: int, limit_s: float | None = None
+    setup: Setup,
+    name: str,
+    schedule: Schedule,
+    *,
+    starts: int,
+    limit_s: float | None = None,
+    watch: Watch = Watch(),  # noqa: B008, it is frozen
 ) -> Outcome:
     """Starts the job in the folder ``name``, and again where its supervisor died or was asked to stop.
 
@@ -135,7 +159,6 @@ def start(
     """
     run, begun_s = setup.run_directory(name), time.monotonic()
     folder = JobFolder(job.folder_of(str(run)))
-    watch = setup.watch if schedule.faults else Watch()  # it may have everything to compile
     folder.submit(_spec(setup, run, watch))
     token = secrets.token_hex(8)
     environment = {
