@@ -234,7 +234,8 @@ def test_evaluations_during_the_run_are_recorded_beside_their_steps(trainer, cap
     assert steps_of(held_out) == [3, 6]
     assert steps_of(r for r in records if "loss" in r) == list(range(1, 9))
     assert held_out[1]["held_out_loss"] < held_out[0]["held_out_loss"] < math.log(258) * 1.02
-    assert "held-out loss" in capsys.readouterr().out.splitlines()[-2]
+    said = capsys.readouterr().out.splitlines()
+    assert "held-out loss" in said[-3], "before the last save, and where its checkpoint is"
 
 
 def test_evaluating_changes_nothing_about_training(trainer):

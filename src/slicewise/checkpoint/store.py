@@ -12,7 +12,7 @@ from etils import epath
 
 from slicewise.checkpoint import backend, together
 from slicewise.checkpoint import manifest as layout
-from slicewise.checkpoint.digest import digests
+from slicewise.checkpoint.digest import compile_for, digests
 from slicewise.checkpoint.manifest import (
     DamagedStep,
     Leaf,
@@ -53,6 +53,7 @@ class CheckpointStore:
         self._retention = Retention(keep, keep_every, keep_best)
         self._losses: dict[int, float] = {}
         self._is_open = False
+        self._compiling: Future[None] | None = None
         self._pending: Future[int] | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._orbax = backend.Orbax()
@@ -75,6 +76,10 @@ class CheckpointStore:
             fewest = newest.index(min(newest))
             raise self._not_shared(f"process {fewest} sees fewer checkpoints than others")
         return seen[0]
+
+    def prepare(self, abstract_state: Any) -> None:
+        """Compiles in the background what saves and restores of such a state run on the devices."""
+        self._compiling = self._background.submit(compile_for, flatten(abstract_state))
 
     def read_metadata(self, step: int) -> dict[str, Any]:
         """The metadata given to ``save``. Raises UserError for a step that is not complete or is damaged."""
@@ -104,7 +109,7 @@ class CheckpointStore:
         arrays = flatten(state)
         leaves = {
             path: Leaf(arrays[path].shape, str(arrays[path].dtype), digest)
-            for path, digest in digests(arrays).items()
+            for path, digest in self._digests(arrays).items()
         }
         content = Manifest(leaves, data_state.astype(np.int64, casting="safe"), metadata).to_json()
         writing, response, failure = Writing(self.directory, step), None, None
@@ -142,7 +147,7 @@ class CheckpointStore:
 
         manifest = _on_all("open", opened)
         arrays = _on_all("load", loaded)
-        for path, digest in digests(arrays).items():  # the same on all processes
+        for path, digest in self._digests(arrays).items():  # the same on all processes
             if digest != (stored := manifest.leaves[path].digest):
                 raise self._damaged(step, f"is damaged: {path} has digest {digest}, saved was {stored}")
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[path] for path in wanted])
@@ -210,6 +215,12 @@ class CheckpointStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _digests(self, arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+        compiling, self._compiling = self._compiling, None
+        if compiling:
+            compiling.result()
+        return digests(arrays)
 
     def _by_first(self, name: str, action: Callable[[], None]) -> None:
         """``action`` on process 0, and done when this returns on any."""

@@ -223,6 +223,7 @@ class Saver:
         self.store.drop_after(restored.step)
         if self._tier:
             self._tier.drop_after(restored.step)
+        self._last = self._failure = self._retry_s = None  # of steps that are no more
         return restored
 
 
