@@ -26,12 +26,14 @@ def write(folder, *steps):
 
 
 def test_the_newest_steps_stay_and_what_is_read_is_what_was_written(tmp_path):
-    write(tmp_path, 2, 4, 6)
-    found = local.found(tmp_path)
+    folder = tmp_path / "host"
+    write(folder, 2, 4, 6)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    found = local.found(folder)
     assert sorted(found) == [4, 6]
     assert found[6].arrays == ARRAYS
     assert (found[6].data_state, found[6].metadata) == ([[6, 0]], {"step": 6})
-    blocks = local.read(tmp_path, found[6])
+    blocks = local.read(folder, found[6])
     assert blocks[("w", 1)].tobytes() == BLOCKS[("w", 1)].tobytes()
     assert blocks[("step", 0)].tobytes() == np.int32(7).tobytes()
 

@@ -90,7 +90,8 @@ def write(
     """
     folder = directory / str(index.step)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)  # it may be in memory that all users share
+    folder.mkdir()
     where, at = {}, 0
     with (folder / BLOCKS).open("wb") as file:
         for block, array in blocks.items():

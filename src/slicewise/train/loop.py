@@ -197,7 +197,8 @@ class _Run:
             self.report({"event": "phase", "name": "compile"})
             self.ledger.now("compile")
             update = self._compile_update()
-            if config.checkpoint.checkpoint_every and not restored:
+            kept = config.checkpoint
+            if (kept.checkpoint_every or kept.local_checkpoint_every) and not restored:
                 self.saver.store.prepare(self.step.abstract_state)  # a restore has compiled it already
             loader = loading.result()
             self.stack.callback(loader.close)
