@@ -288,7 +288,7 @@ def test_json_of_a_layout_has_its_degrees_and_its_whole_estimate(say):
     assert set(first) == {
         "rank", "ici", "dcn", "global_batch", "batch_per_device", "accumulation_steps",
         "pipeline_microbatches", "pipeline_repeats", "pipeline_gather", "remat_policy", "saved", "offloaded",
-        "precision", "estimate", "run_s", "cost",
+        "precision", "context_strategy", "estimate", "run_s", "cost",
     }  # fmt: skip
     assert set(first["ici"]) == {"data", "fsdp", "tensor", "context", "expert", "pipeline"}
     assert set(first["estimate"]) >= {
@@ -411,11 +411,12 @@ def test_degrees_that_do_not_divide_the_heads_are_refused_with_the_nearest(tmp_p
     assert "set compute_dtype=bfloat16" in refused(f"plan {run} compute_dtype=float32 {where}")
 
 
-def test_a_plan_that_no_config_can_hold_is_not_written(tmp_path):
+def test_a_plan_of_long_sequences_is_written_with_its_context_axis(say, tmp_path):
     run = tmp_path / "run.toml"
-    command = f"plan --model llama3-8b --chip v5p --topology 4x4x4 --seq 1M --batch-tokens 1M --write {run}"
-    assert "which a run's config cannot ask for" in refused(command)
-    assert not run.exists()
+    say(f"plan --model llama3-8b --chip v5p --topology 4x4x4 --seq 1M --batch-tokens 1M --write {run}")
+    parallelism = tomllib.loads(run.read_text())["parallelism"]
+    assert parallelism["ici_context_parallelism"] > 1
+    assert parallelism["context_strategy"] in ("all_gather", "ring", "ulysses")
 
 
 def test_the_shell_gets_exit_code_2_and_one_line():

@@ -41,6 +41,7 @@ def test_recipes_list_saved_tensors_in_order():
     found = jsonable.jsonable(Recipe())
     assert found == {
         "remat_policy": "full", "saved": ["decoder_layer_input"], "offloaded": [], "precision": "bf16",
+        "context_strategy": "all_gather",
     }  # fmt: skip
 
 

@@ -106,6 +106,7 @@ def recipe(r: Recipe) -> dict[str, Any]:
         "saved": sorted(r.remat.saved),
         "offloaded": sorted(r.remat.offloaded),
         "precision": r.precision,
+        "context_strategy": r.context_exchange,
     }
 
 

@@ -102,7 +102,8 @@ def _forward(
     def meet(at_query: Any, keys: tuple, at_key: Any, distance: Any) -> tuple:
         """The context with its normaliser, float32, of the queries and the keys of two chunks."""
         (k, v), columns = keys
-        (k, v), columns = cut((k, v), at_key), cut(columns, at_key, 1)
+        k, v = cut((k, v), at_key)
+        columns = cut(columns, at_key, 1)
         found = part.forward(cut(q, at_query), k, v, cut(rows, at_query, 1), columns, window, distance)
         return found[0].astype(jnp.float32), found[1]
 
@@ -141,7 +142,8 @@ def _backward(part: Part, residual_name: str, saved: tuple, grad: jax.Array) -> 
     def added(sums: tuple, keys: tuple, at_query: Any, at_key: Any, distance: Any) -> tuple:
         """``sums``, the gradients of q, k and v in float32, with those of two chunks."""
         (k, v), columns = keys
-        (k, v), columns = cut((k, v), at_key), cut(columns, at_key, 1)
+        k, v = cut((k, v), at_key)
+        columns = cut(columns, at_key, 1)
         q_, grad_, normaliser_, delta_ = cut((q, grad, normaliser, delta), at_query)
         of_rows = cut(rows, at_query, 1)
         found = part.backward(q_, k, v, grad_, normaliser_, delta_, of_rows, columns, window, distance)
