@@ -63,8 +63,7 @@ TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, ot
     (LATENT, DROPLESS, 1, {"fsdp": 2, "context": 4}, {}, 1, {"rows": 4}),
     (DENSE, DROPLESS, 1, {"pipeline": 4}, {}, 1, {}),
     (DENSE, DROPLESS, 1, {"pipeline": 2}, {}, 1, {"pipeline_repeats": 2, "pipeline_microbatches": 4}),
-    (DENSE, DROPLESS, 1, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {}, 2, {"pipeline_gather": "microbatch"}),
-    (DENSE, DROPLESS, 2, {"data": 2, "fsdp": 2}, {"pipeline": 2}, 1, {"pipeline_repeats": 2}),
+    (DENSE, DROPLESS, 2, {"data": 2, "fsdp": 2}, {"pipeline": 2}, 2, {"pipeline_gather": "microbatch"}),
     (MOE, CAPACITY, 1, {"pipeline": 2, "tensor": 2}, {}, 1, {}),
     (MLA, TIGHT, 1, {"pipeline": 2, "fsdp": 2, "expert": 2}, {}, 1, {}),
 ]
