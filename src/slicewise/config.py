@@ -199,7 +199,7 @@ class Checkpoint(Part):
 
 
 class Faults(Part):
-    stop_grace_s: PositiveFloat = 60.0
+    stop_grace_s: PositiveFloat = 50.0
     """Seconds from a request to stop, or the notice of a preemption, in which the state is saved."""
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
     """What follows a loss or gradient that is no number, and with stop or rollback a spike."""

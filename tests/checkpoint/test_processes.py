@@ -149,6 +149,7 @@ with CheckpointStore(f"{root}/shared", keep=2) as store:
     assert store.restore_newest(like, said.append).step == 6
     assert "step 8" in said[0] and "It is quarantined, and step 6 used." in said[0], said
     assert store.latest() == 6
+jax.distributed.shutdown()
 print("done", flush=True)
 """
 

@@ -267,10 +267,6 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(slicewise, copy_of
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    message = refused(
-        slicewise("generate", "runs/run"), ExitCode.INTERNAL, "checkpoint of step 4", "is damaged"
-    )
-    assert message.endswith(f"Delete {newest}: the run then continues from step 2.")
     done = slicewise("train", *QUICK, "steps=6")
     assert done.returncode == ExitCode.DONE, done.stderr
     assert f"the checkpoint of step 4 in {copy_of_finished / 'checkpoints'} is damaged" in done.stdout

@@ -225,6 +225,29 @@ def test_a_cancelled_job_saves_everywhere_and_agents_end(gang):
 
 
 @multiprocess
+def test_a_trainer_that_the_platform_and_the_leader_ask_to_stop_is_asked_once(gang):
+    """A second SIGTERM would end it before it has saved."""
+    gang.submit("""
+        def save(*_):
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+            time.sleep(2)
+            print("saved", flush=True)
+            os._exit(76)
+        signal.signal(signal.SIGTERM, save)
+        time.sleep(60 if attempt == 1 else 0)
+    """)
+    _, asked = gang.start_all()
+    eventually(lambda: gang.job.progress(1) and b"step" in gang.job.log(1, "s1h0"))
+    asked.terminate()
+    assert asked.wait(20) == ExitCode.PREEMPTED
+    assert b"saved" in gang.job.log(1, "s1h0")
+    gang.start(1)
+    assert gang.codes() == [0, ExitCode.PREEMPTED, 0], gang.log(0)
+    assert b"saved" in gang.job.log(1, "s0h0")
+    assert gang.job.current().tally == Tally(preemptions=1)
+
+
+@multiprocess
 def test_agents_stop_when_the_folder_of_the_job_is_deleted(gang):
     gang.submit("time.sleep(60)")
     gang.start_all()

@@ -244,7 +244,7 @@ def test_a_cluster_that_is_killed_or_of_which_a_part_is_asked_to_stop_resumes(pl
     """Parts that are killed: tests/launch/chaos."""
     place.kill_in_a_save(*CLUSTER)
     output = place.preempt_when(lambda: place.has_taken(EVERY + 2), *CLUSTER, victim=1)
-    assert "SIGTERM: saves and stops, within 60 s" in output
+    assert "SIGTERM: saves and stops, within 50 s" in output
     assert EVERY + 2 < stopped_after(output) == place.completed()[-1] < STEPS
     place.run(*CLUSTER)
     assert_same(place, undisturbed_cluster)

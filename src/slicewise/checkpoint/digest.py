@@ -1,6 +1,8 @@
 """A 32-bit digest of each array over its bits and their positions, whatever its sharding and processes."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,5 +41,36 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
 
     Every process calls it with the same global arrays.
     """
-    on_device = {name: array_digest(x) for name, x in arrays.items()}  # all dispatched before the first wait
-    return {name: f"{int(value):08x}" for name, value in jax.device_get(on_device).items()}
+    on_device: dict[str, jax.Array] = {}
+    for group in _by_devices(arrays):  # all dispatched before the first wait
+        on_device |= _program(_key(group))(group)
+    return {name: f"{int(on_device[name]):08x}" for name in arrays}
+
+
+def compile_for(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """What ``digests`` of such arrays would compile first; in any thread."""
+    for group in _by_devices(abstract):
+        _program(_key(group))
+
+
+def _by_devices(arrays: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """One program runs on one set of devices."""
+    groups: dict[frozenset, dict[str, Any]] = {}
+    for name, x in arrays.items():
+        groups.setdefault(frozenset(x.sharding.device_set), {})[name] = x
+    return groups.values()
+
+
+def _key(arrays: Mapping[str, Any]) -> tuple:
+    return tuple((name, x.shape, x.dtype, x.sharding) for name, x in arrays.items())
+
+
+@functools.lru_cache(maxsize=8)
+def _program(key: tuple) -> jax.stages.Compiled:
+    """All digests in one program: compiled faster than one for each shape, and kept in JAX's cache on disk."""
+    abstract = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, shape, dtype, place in key}
+
+    def all_of(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: array_digest(x) for name, x in arrays.items()}
+
+    return jax.jit(all_of).lower(abstract).compile()

@@ -12,7 +12,7 @@ from etils import epath
 
 from slicewise.checkpoint import backend, together
 from slicewise.checkpoint import manifest as layout
-from slicewise.checkpoint.digest import digests
+from slicewise.checkpoint.digest import compile_for, digests
 from slicewise.checkpoint.manifest import (
     DamagedStep,
     Leaf,
@@ -53,6 +53,7 @@ class CheckpointStore:
         self._retention = Retention(keep, keep_every, keep_best)
         self._losses: dict[int, float] = {}
         self._is_open = False
+        self._compiling: Future[None] | None = None
         self._pending: Future[int] | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._orbax = backend.Orbax()
@@ -65,17 +66,20 @@ class CheckpointStore:
         return max(self._steps(), default=None)
 
     def _steps(self) -> list[int]:
-        """The complete ones, ascending, which all processes see alike."""
+        """The complete ones as process 0 sees them, ascending. Raises UserError when another one lacks the newest."""
         seen = [
-            json.loads(steps)
-            for steps in together.gather("steps", json.dumps(complete_steps(self.directory)))
+            json.loads(found)
+            for found in together.gather("steps", json.dumps(complete_steps(self.directory)))
         ]
-        if any(steps != seen[0] for steps in seen):
-            fewest = min(
-                range(len(seen)), key=lambda process: (max(seen[process], default=-1), len(seen[process]))
-            )
+        newest = [max(steps, default=-1) for steps in seen]
+        if len(set(newest)) > 1:
+            fewest = newest.index(min(newest))
             raise self._not_shared(f"process {fewest} sees fewer checkpoints than others")
         return seen[0]
+
+    def prepare(self, abstract_state: Any) -> None:
+        """Compiles in the background what saves and restores of such a state run on the devices."""
+        self._compiling = self._background.submit(compile_for, flatten(abstract_state))
 
     def read_metadata(self, step: int) -> dict[str, Any]:
         """The metadata given to ``save``. Raises UserError for a step that is not complete or is damaged."""
@@ -105,7 +109,7 @@ class CheckpointStore:
         arrays = flatten(state)
         leaves = {
             path: Leaf(arrays[path].shape, str(arrays[path].dtype), digest)
-            for path, digest in digests(arrays).items()
+            for path, digest in self._digests(arrays).items()
         }
         content = Manifest(leaves, data_state.astype(np.int64, casting="safe"), metadata).to_json()
         writing, response, failure = Writing(self.directory, step), None, None
@@ -143,7 +147,7 @@ class CheckpointStore:
 
         manifest = _on_all("open", opened)
         arrays = _on_all("load", loaded)
-        for path, digest in digests(arrays).items():  # the same on all processes
+        for path, digest in self._digests(arrays).items():  # the same on all processes
             if digest != (stored := manifest.leaves[path].digest):
                 raise self._damaged(step, f"is damaged: {path} has digest {digest}, saved was {stored}")
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[path] for path in wanted])
@@ -170,8 +174,7 @@ class CheckpointStore:
             for newer, why in bad.items():
                 reason = why.what if isinstance(why, DamagedStep) else f"{why}"
                 say(f"{reason} It is quarantined, and step {step} used.")
-                if jax.process_index() == 0:
-                    layout.quarantine(self.directory, newer, reason)
+                self._by_first("quarantine", lambda: layout.quarantine(self.directory, newer, reason))  # noqa: B023
             for line in layout.passed_over(self.directory, step) if at_most is None else ():
                 if not any(f"/{newer} " in line for newer in bad):
                     say(line)
@@ -183,13 +186,8 @@ class CheckpointStore:
     def drop_after(self, step: int) -> None:
         """Deletes newer steps: a run that went back to ``step`` takes another way from there."""
         self.wait()
-
-        def dropped() -> None:
-            if jax.process_index() == 0:
-                for newer in [s for s in complete_steps(self.directory) if s > step]:
-                    self._delete(newer)
-
-        _on_all("drop", dropped)
+        for newer in [found for found in self._steps() if found > step]:
+            self._by_first("drop", lambda: self._delete(newer))  # noqa: B023
 
     def wait(self) -> int | None:
         """Returns when no save runs: the step that has become durable since the last call, if one has.
@@ -217,6 +215,21 @@ class CheckpointStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _digests(self, arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+        compiling, self._compiling = self._compiling, None
+        if compiling:
+            compiling.result()
+        return digests(arrays)
+
+    def _by_first(self, name: str, action: Callable[[], None]) -> None:
+        """``action`` on process 0, and done when this returns on any."""
+
+        def acted() -> None:
+            if jax.process_index() == 0:
+                action()
+
+        _on_all(name, acted)
 
     def _path(self, step: int) -> epath.Path:
         return epath.Path(self.directory) / str(step)

@@ -182,7 +182,7 @@ class Agent:
     def look(self, claim: Claim, go: Mapping[str, Any], trainer: Trainer, state: "_Look") -> None:
         """What the leader wants."""
         phase = self.job.phase(claim)
-        if phase["phase"] == "over" and not state.stopped:
+        if phase["phase"] == "over" and not state.stopped and trainer.asked is None:
             state.stopped = True
             _end(trainer, phase)
 

@@ -170,6 +170,8 @@ class _Run:
             self.report({"event": "phase", "name": "compile"})
             self.ledger.now("compile")
             update = self._compile_update()
+            if config.checkpoint.checkpoint_every and not restored:
+                self.saver.store.prepare(self.step.abstract_state)  # a restore has compiled it already
             loader = loading.result()
             self.stack.callback(loader.close)
             cluster.wait_for_all("compiled")

@@ -163,6 +163,7 @@ class Saver:
                 " (checkpoint_keep), or lower rollback_steps."
             )
         self.store.drop_after(restored.step)
+        self._last = self._failure = self._retry_s = None  # of steps that are no more
         return restored
 
 
