@@ -11,7 +11,7 @@ from slicewise.report.console import say
 from slicewise.report.page import Card, Chart, Figure, Grid, Tile, render
 from slicewise.report.tables import table
 from slicewise.train.goodput import CATEGORIES, PHASES, Account, Restart, Segment
-from slicewise.train.goodput_expected import expectation
+from slicewise.train.goodput_expected import expectation, measured
 
 MOST_BARS = 2000  # of a timeline: more is more than a screen has columns
 SHOWN_RESTARTS = 20
@@ -30,7 +30,8 @@ def explain(run: str, account: Account) -> list[str]:
     ]
     if plan := expectation(account):
         lines.append(
-            f"plan goodput expects {plan.goodput:.1%} of such a run: interrupted every {duration(plan.mtbf_s)},"
+            f"from the first step on {measured(account):.1%}, where plan goodput expects {plan.goodput:.1%}:"
+            f" interrupted every {duration(plan.mtbf_s)},"
             f" restarted in {duration(plan.restart_s)}, checkpoint of {duration(plan.checkpoint_s)} every"
             f" {duration(plan.interval_s)}"
         )

@@ -3,24 +3,29 @@
 import statistics
 
 from slicewise.plan.goodput import Goodput, expected
-from slicewise.train.goodput import Account
+from slicewise.train.goodput import Account, Segment
 
 
 def expectation(account: Account) -> Goodput | None:
     """From the run's own rate of failures, restart time, checkpoint stall and interval; None without one of each.
 
-    The restart time is the mean of those that no other failure broke off. Time in which the run waited for capacity
-    or for somebody to start it is left out, as it is of the plan.
+    The plan begins when training does, so the first start is left out until its first step, as is the time in which
+    the run waited for capacity or for somebody to start it. The restart time is the mean of those that no other
+    failure broke off.
     """
-    whole = [r.total_us - r.phases_us.get("wait", 0) for r in account.restarts if r.starts == 1]
-    saves = [s.duration_us for s in account.segments if s.phase == "save"]
+    segments = _planned(account)
+    whole = [
+        sum(us for phase, us in r.phases_us.items() if phase not in ("wait", "first step"))
+        for r in account.restarts
+        if r.starts == 1
+    ]
+    saves = [s.duration_us for s in segments if s.phase == "save"]
     if not whole or not saves:
         return None
-    training_us = sum(s.duration_us for s in account.segments if s.steps or s.category in ("data", "lost"))
-    present_us = account.wall_us - account.parts_us["waiting"]
+    training_us = sum(s.duration_us for s in segments if s.steps or s.category in ("data", "lost"))
     failures = sum(r.starts for r in account.restarts)
     return expected(
-        present_us / 1e6 / failures,
+        sum(s.duration_us for s in segments) / 1e6 / failures,
         statistics.mean(saves) / 1e6,
         statistics.mean(whole) / 1e6,
         interval_s=training_us / 1e6 / len(saves),
@@ -28,6 +33,11 @@ def expectation(account: Account) -> Goodput | None:
 
 
 def measured(account: Account) -> float:
-    """Goodput of the time in which the run did not wait for capacity, 0 to 1: what ``expectation`` is about."""
-    present_us = account.wall_us - account.parts_us["waiting"]
-    return account.parts_us["step"] / present_us if present_us else 0.0
+    """Goodput of the time that ``expectation`` is about, 0 to 1."""
+    planned_us = sum(s.duration_us for s in _planned(account))
+    return account.parts_us["step"] / planned_us if planned_us else 0.0
+
+
+def _planned(account: Account) -> list[Segment]:
+    begins = next((k for k, s in enumerate(account.segments) if s.steps), len(account.segments))
+    return [s for s in account.segments[begins:] if s.category != "waiting"]
