@@ -7,7 +7,20 @@ import traceback
 from collections.abc import Sequence
 
 from slicewise import __version__
-from slicewise.cli import bench, compile, emulator, flags, job, plan, plan_more, qr, roofline, run, train
+from slicewise.cli import (
+    bench,
+    compile,
+    emulator,
+    flags,
+    job,
+    plan,
+    plan_more,
+    qr,
+    roofline,
+    run,
+    train,
+    tune,
+)
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import ExitCode, UserError
 
@@ -78,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     train.register(verbs)
     plan.register(verbs)
     compile.register(verbs)
+    tune.register(verbs)
     plan_more.register(verbs)
     roofline.register(verbs)
     bench.register(verbs)

@@ -26,7 +26,7 @@ def weights_in(dtype: jnp.dtype) -> Callable[..., Any]:
 
     def weight(w: jax.Array | Marked, *dims: str) -> jax.Array | Stored:
         if isinstance(w, Marked):
-            return Stored(w.weight.astype(dtype), dims, w.how)
+            return Stored(w.weight.astype(dtype), dims, w.how, w.range_2)
         return checkpoint_name(gathered(w.astype(dtype), *dims), GATHERED)
 
     return weight

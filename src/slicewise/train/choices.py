@@ -27,7 +27,11 @@ def kernels(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> dict[str, Any]:
             config.model.use_max_logits_estimate,
             config.compiler.scoped_vmem_limit_kib,
         ),
-        "grouped": grouped_matmul.choose(mesh) if spec.experts else grouped_matmul.REFERENCE,
+        "grouped": (
+            grouped_matmul.choose(mesh, config.compiler.scoped_vmem_limit_kib)
+            if spec.experts
+            else grouped_matmul.REFERENCE
+        ),
         "quantization": quantization(config, spec),
     }
 
@@ -44,6 +48,7 @@ def quantization(config: RunConfig, spec: ModelSpec) -> Quantization | None:
         model.quantization_tile,
         model.quantization_fixed_range,
         model.quantization_stochastic_rounding,
+        calibrated=model.quantization_calibrate_every > 0,
     )
     check(how, params.weights(spec).layers)
     return how

@@ -1,6 +1,7 @@
 """The training run of one process: restore, step, measure, save, evaluate."""
 
 import contextlib
+import dataclasses
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -130,6 +131,8 @@ class _Run:
             self._profile(number, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 batch = to_global(self.step, self.rows, next(loader))
+                if self._calibrates_at(number):
+                    state = dataclasses.replace(state, ranges=self.step.calibrate(state, batch))
                 state, metrics = update(state, batch)
             saves, evaluates = self._saves_at(number), self._evaluates_at(number)
             meter.finished(number, metrics, read_now=saves or evaluates or number == config.run.steps)
@@ -201,6 +204,10 @@ class _Run:
     def _saves_at(self, number: int) -> bool:
         every = self.config.checkpoint.checkpoint_every
         return bool(every) and (number % every == 0 or number == self.config.run.steps)
+
+    def _calibrates_at(self, number: int) -> bool:
+        every = self.config.model.quantization_calibrate_every
+        return self.step.calibrate is not None and (number - 1) % every == 0
 
     def _evaluates_at(self, number: int) -> bool:
         """During the run; the evaluation at its end is not counted here."""

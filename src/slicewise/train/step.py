@@ -18,6 +18,7 @@ from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.model import transformer
 from slicewise.model.moe import balanced
+from slicewise.model.quantization import HEADROOM, ranges_of
 from slicewise.parallel import rules
 from slicewise.parallel.expert import Dispatch
 from slicewise.train import accumulate, choices
@@ -36,6 +37,8 @@ class TrainState:
     step: Any  # int32 scalar: optimiser steps taken
     params: transformer.Params
     opt_state: Any
+    # What 8 bits hold of each matrix and its activations, by name, since the last calibration; None without
+    ranges: Any = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class TrainStep:
     compiler_options: dict[str, Any]  # of update and evaluate: the resolved compiler flags
     # (params, batch) -> how many attention logits exceed use_max_logits_estimate, where there is one
     logits_above: jax.stages.Wrapped | None
+    # (state, batch) -> ranges of 8-bit products, from the largest values of this batch; where they are calibrated
+    calibrate: jax.stages.Wrapped | None
 
 
 def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
@@ -75,7 +80,8 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
 
     def init() -> TrainState:
         params = transformer.init(spec, jax.random.key(config.run.seed))
-        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+        ranges = ranges_of(params, eight_bit) if eight_bit and eight_bit.calibrated else None
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), ranges)
 
     model = config.model
     how = {
@@ -84,13 +90,14 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         "dispatch": Dispatch(model.moe_dispatch, model.capacity_factor),
         **choices.kernels(config, spec, mesh),
     }
+    eight_bit = how["quantization"]
     weights = Weights(model.z_loss_weight, model.prediction_loss_weight, model.load_balance_loss_weight)
 
     def update(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
         whole = counts(batch)
 
         def part_of_mean(params: transformer.Params, part: dict) -> tuple[jax.Array, Terms]:
-            return objective(params, spec, part, whole, weights, **how)
+            return objective(params, spec, part, whole, weights, ranges=state.ranges, **how)
 
         differentiate = jax.value_and_grad(part_of_mean, has_aux=True)
         (_, terms), grads = accumulated(differentiate, state.params, batch, steps)
@@ -102,7 +109,19 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
             "gradient_norm": optax.tree.norm(grads),
             "learning_rate": learning_rate(state.step),
         }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state, state.ranges), metrics
+
+    def calibrate(state: TrainState, batch: dict) -> dict[str, jax.Array]:
+        """The mean over microbatches of their largest values, with headroom."""
+        watched = how | {"quantization": dataclasses.replace(eight_bit, calibrates=True)}
+
+        def probed(ranges: dict[str, jax.Array], part: dict) -> tuple[jax.Array, None]:
+            return objective(state.params, spec, part, counts(part), weights, ranges=ranges, **watched)[
+                0
+            ], None
+
+        seen = accumulated(jax.value_and_grad(probed, has_aux=True), state.ranges, batch, steps)[1]
+        return jax.tree.map(lambda largest: largest * HEADROOM[eight_bit.name] / steps, seen)
 
     def evaluate(params: transformer.Params, batch: dict) -> tuple[jax.Array, jax.Array]:
         summed = objective(params, spec, batch, Counts(1, 1), Weights(), **how)[1].loss
@@ -140,6 +159,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         evaluate=jax.jit(evaluate, compiler_options=options | on_cpu),
         compiler_options=options,
         logits_above=jax.jit(logits_above, compiler_options=options) if estimated else None,
+        calibrate=jax.jit(calibrate, compiler_options=options | on_cpu) if abstract_state.ranges else None,
     )
 
 

@@ -39,7 +39,7 @@ class Kernel:
     """How attention is computed: settled before tracing, by the devices of the mesh."""
 
     name: Literal["reference", "splash", "xla_chunked"] = "reference"
-    chip: str = ""  # of the catalog; decides the tile sizes of splash
+    chip: str = ""  # of the catalog, or the platform; decides sizes of tiles and blocks
     vmem_limit_kib: int = 0  # that the program is compiled with; 0 = the compiler's
     max_logit: float | None = None  # splash subtracts it instead of the running maximum
     interpret: bool = False  # splash on a CPU, slowly: for tests
@@ -72,7 +72,7 @@ def choose(
     if name == "xla_chunked":
         chunked.check(sequence_length)
     if name != "splash":
-        return Kernel(name, max_logit=max_logit or None)
+        return Kernel(name, chip_of(device) if name == "xla_chunked" else "", max_logit=max_logit or None)
     if not on_tpu:
         raise UserError(
             f"attention = 'splash' needs TPU devices, found {device.device_kind}; use 'reference'."
@@ -85,8 +85,13 @@ def choose(
         )
     if importlib.util.find_spec("tokamax") is None:
         raise UserError("splash attention needs tokamax; pip install 'slicewise[tpu]'.")
+    return Kernel("splash", chip_of(device), vmem_limit_kib, max_logit or None)
+
+
+def chip_of(device: Any) -> str:
+    """The catalog's name of a device's chip, or its platform."""
     chip = chips.of_device_kind(device.device_kind)
-    return Kernel("splash", chip.name if chip else "", vmem_limit_kib, max_logit or None)
+    return chip.name if chip else device.platform
 
 
 def attention(
@@ -140,7 +145,9 @@ def _attention(
         return jax.lax.cond(is_global, lambda: attend(None), lambda: attend(window))
     furthest = _furthest(window, is_global)
     if kernel.name == "xla_chunked":
-        return _chunked(operands, queries, keys, furthest, scale, softcap)
+        q, _, v, _ = operands
+        key = chunked.key(kernel.chip, q.shape[1], q.shape[3], v.shape[3], window, str(q.dtype))
+        return _chunked(operands, queries, keys, furthest, scale, softcap, chunked.chosen(key))
     mask_BTS = visible(queries, keys, None if window is None else furthest)
     q_BTNH, k_BSKH, v_BSKV, sinks_N = operands
     context_BTNV = reference.attention(
@@ -229,7 +236,13 @@ def _splash(
 
 
 def _chunked(
-    operands: tuple, queries: Tokens, keys: Tokens, window: jax.Array, scale: float, softcap: float | None
+    operands: tuple,
+    queries: Tokens,
+    keys: Tokens,
+    window: jax.Array,
+    scale: float,
+    softcap: float | None,
+    block: int,
 ) -> jax.Array:
     def on_device(
         q: jax.Array,
@@ -245,7 +258,7 @@ def _chunked(
         sinks = jnp.full(N, -jnp.inf) if sinks is None else sinks
         q = (q * scale).reshape(B, T, K, N // K, H)
         context = chunked.attention(
-            q, k, v, sinks.reshape(K, N // K), rows, columns, window, softcap, CONTEXT
+            q, k, v, sinks.reshape(K, N // K), rows, columns, window, softcap, CONTEXT, block
         )
         return context.reshape(B, T, N, V)
 

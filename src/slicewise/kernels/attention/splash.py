@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from slicewise.kernels.attention import tiles
+from slicewise.kernels.attention.tiles import Tiles
 
 if TYPE_CHECKING:
     from slicewise.kernels.attention.api import Kernel
@@ -27,21 +28,28 @@ def attention(
     ``q`` is scaled already. The context and the log-sum-exp, all that the backward kernel needs besides q, k and v,
     carry ``residual_name``. Returns the context [B, T, N, V].
     """
-    head_dim = max(q_BTNH.shape[3], v_BTKV.shape[3])
-    attend = _kernel(q_BTNH.shape[1], window, head_dim, softcap, kernel, residual_name)
+    key = tiles.key(
+        kernel.chip,
+        q_BTNH.shape[1],
+        q_BTNH.shape[3],
+        v_BTKV.shape[3],
+        window,
+        kernel.vmem_limit_kib,
+        str(q_BTNH.dtype),
+    )
+    attend = make(q_BTNH.shape[1], window, tiles.chosen(key), softcap, kernel, residual_name)
     q_BNTH, k_BKTH, v_BKTV = (x.swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKV))
     over_rows = jax.vmap(attend, in_axes=(0, 0, 0, None, 0))
     return over_rows(q_BNTH, k_BKTH, v_BKTV, sinks_N, segments_BT).swapaxes(1, 2)
 
 
-def _kernel(
-    T: int, window: int | None, head_dim: int, softcap: float | None, kernel: "Kernel", residual_name: str
+def make(
+    T: int, window: int | None, tile: Tiles, softcap: float | None, kernel: "Kernel", residual_name: str
 ) -> Any:
     """The function (q_NTH, k_KTH, v_KTV, sinks_N, segments_T) -> context_NTV of one row."""
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
 
-    tile = tiles.tiles(kernel.chip, T, head_dim, kernel.vmem_limit_kib)
     config = splash.SplashConfig(
         block_q=tile.q,
         block_kv=tile.kv,

@@ -1,0 +1,245 @@
+"""Options on and off by the TPU compiler: step time, memory and hidden communication of real steps, chip by chip.
+
+    python benchmarks/compile_ablation.py [--only TEXT] [--compile] [--most N] [--again]
+
+Prints a table for each step (model, chip, slice): one line for the step as slicewise runs it by default, one for each
+option that is put on, off or changed, and the best; then what became of published claims. Results are kept in
+benchmarks/data/ablation.json, so that it prints again in seconds; --compile fills in what is not there (ten CPU seconds
+a line, more on TPU7x).
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ablation_claims
+
+from slicewise.catalog import chips, flags, slices
+from slicewise.compile.analysis import CompiledStep, analyse
+from slicewise.compile.compiler import Request, compile_request
+from slicewise.config import load_config
+from slicewise.errors import UserError
+
+KEPT = Path(__file__).parent / "data" / "ablation.json"
+# What decides where it runs beside what: tokens and their results wait for these, so nothing can hide them.
+UNHIDABLE = ("tensor", "expert")
+NO_SPARSECORE = [
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather=false",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=false",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce=false",
+]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step, and the options that are tried on it."""
+
+    model: str
+    slice: str
+    overrides: tuple[str, ...]
+    num_slices: int = 1
+    only: tuple[str, ...] = ()  # options; all those for the chip where empty
+
+    @property
+    def name(self) -> str:
+        seq = next(o.split("=")[1] for o in self.overrides if o.startswith("sequence_length"))
+        length = "" if seq == "8192" else f" of {int(seq) // 1024}k tokens"
+        return f"{self.model}{length} on {self.num_slices} x {self.slice}"
+
+    @property
+    def chip(self) -> str:
+        return self.slice.partition(":")[0]
+
+
+def _step(
+    model: str, slice_: str, batch: int, remat: str, *more: str, seq: int = 8192, num_slices: int = 1,
+    only: tuple[str, ...] = (),
+) -> Step:  # fmt: skip
+    given = (
+        f"model={model}",
+        f"sequence_length={seq}",
+        f"global_batch_size={batch}",
+        f"remat_policy={remat}",
+    )
+    return Step(model, slice_, (*given, *more), num_slices, only)
+
+
+LONG = ("remat minimal", "remat save_qkv_proj", "larger VMEM", "fp8")
+LARGE = ("sparsecore, all three", "no sparsecore", "fp8", "int8", "larger VMEM", "scheduler", "layer-scheduler",
+         "sparsecore-multi-axis", "remat minimal")  # fmt: skip
+STEPS = (
+    _step("llama3-8b", "v5p:4x4x4", 128, "save_qkv_proj"),
+    _step("llama3-8b", "tpu7x:4x4x4", 256, "save_qkv_proj"),
+    _step("llama3-8b", "v6e:16x16", 512, "full"),
+    _step("llama3-8b", "v5e:16x16", 256, "full"),
+    _step("llama3-8b", "v4:4x4x4", 64, "full"),
+    _step("llama3-8b", "tpu7x:4x4x4", 128, "full", seq=131072, only=LONG),
+    _step("llama3-70b", "v5p:8x8x8", 512, "full", only=LARGE),
+    _step("llama3-70b", "v6e:16x16", 256, "full", only=LARGE),
+    _step("mixtral-8x7b", "v5p:4x4x4", 128, "full", only=LARGE),
+    _step("mixtral-8x7b", "v6e:16x16", 256, "full", only=LARGE),
+    _step("llama3-70b", "tpu7x:4x4x8", 512, "save_qkv_proj", only=LARGE),
+    _step("mixtral-8x7b", "tpu7x:4x4x4", 256, "full", only=LARGE),
+    _step("llama3-8b", "v5p:4x4x4", 256, "save_qkv_proj", num_slices=2, only=("dcn-overlap",)),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the compiler made of a step with one option; times in seconds, bytes of a device."""
+
+    step_time_s: float
+    hbm_bytes: float
+    fits: bool
+    mfu: float
+    communication_s: float
+    exposed_s: float
+    hidable_s: float
+    hidden_s: float
+    cpu_s: float
+    libtpu: str
+
+
+def options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(name, overrides) of each option for the step's chip; those of compiler flags come as one override."""
+    found = {name: given for name, given in _options(step)}
+    for name, given in found.items():
+        if not step.only or name in step.only:
+            yield name, given
+
+
+def _options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
+    chip = chips.load(step.chip)
+    base = load_config(None, step.overrides).config
+    for group in flags.groups().values():
+        if chip.name in group.chips and (group.name != "dcn-overlap" or step.num_slices > 1):
+            is_default = chip.name in group.default
+            yield group.name, (f"compiler_flags={'no-' if is_default else ''}{group.name}",)
+    if "sparsecore-all-gather" in flags.groups() and chip.name in ("v5p", "v6e"):
+        every = [f"sparsecore-{op}" for op in ("all-gather", "reduce-scatter", "all-reduce")]
+        yield "sparsecore, all three", (f"compiler_flags={','.join(every)}",)
+    if chip.name == "tpu7x":
+        yield "no sparsecore", (f"compiler_flags={','.join(NO_SPARSECORE)}",)
+    for name, rate in (("int8", chip.int8_flops_per_s), ("fp8", chip.fp8_flops_per_s)):
+        if rate and rate > chip.bf16_flops_per_s:
+            yield name, (f"quantization={name}",)
+    if limit := {"v5e": 65536, "v5p": 65536, "v6e": 98304, "tpu7x": 61440}.get(chip.name):
+        yield "larger VMEM", (f"scoped_vmem_limit_kib={limit}",)
+    for policy in ("full", "save_qkv_proj", "minimal", "minimal_with_context"):
+        if policy != base.model.remat_policy:
+            yield f"remat {policy}", (f"remat_policy={policy}",)
+    offload = '{decoder_layer_input = "offload"}'
+    yield "layer inputs on the host", ("remat_policy=custom", f"remat_tensors={offload}")
+    yield "max-logits estimate", ("use_max_logits_estimate=30",)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="steps whose name contains this")
+    parser.add_argument("--compile", action="store_true", help="compile the lines that are not kept yet")
+    parser.add_argument("--most", type=int, default=10**6, help="lines to compile in this call")
+    parser.add_argument("--again", action="store_true", help="also those that are kept")
+    arguments = parser.parse_args()
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    chosen = [step for step in STEPS if arguments.only in step.name]
+    if arguments.compile:
+        fill(kept, chosen, arguments.most, again=arguments.again)
+    tables = {step: results(step, kept) for step in chosen}
+    for step, found in tables.items():
+        show(step, found)
+    if not arguments.only:
+        ablation_claims.show({step.name: found for step, found in tables.items()})
+
+
+def fill(kept: dict[str, Any], steps: list[Step], most: int, *, again: bool) -> None:
+    """Compiles up to ``most`` lines that ``kept`` has not, and keeps each at once."""
+    for step in steps:
+        for name, given in [("default", ()), *options(step)]:
+            key = digest(step, given)
+            if key in kept and not again:
+                continue
+            if most == 0:
+                return
+            most -= 1
+            kept[key] = {"step": step.name, "option": name} | compiled(step, given)
+            KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+            print(f"{step.name}, {name}: {kept[key]}", file=sys.stderr)
+
+
+def digest(step: Step, given: tuple[str, ...]) -> str:
+    said = [step.slice, step.num_slices, *step.overrides, "+", *given]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+
+def compiled(step: Step, given: tuple[str, ...]) -> dict[str, Any]:
+    """A Result as a dict, or why there is none."""
+    try:
+        config = load_config(None, [*step.overrides, *given]).config
+        request = Request(config, slices.cluster(step.slice, step.num_slices))
+        return asdict(result(analyse(compile_request(request))))
+    except UserError as e:
+        return {"refused": str(e).split(" Its log:")[0].splitlines()[0]}
+
+
+def result(step: CompiledStep) -> Result:
+    e = step.estimate
+    busy_s = sum(e.compute_s.values())
+    hidable = {c.axes: c for c in step.communication if not any(a in c.axes for a in UNHIDABLE)}
+    return Result(
+        step_time_s=e.step_time_s,
+        hbm_bytes=step.memory.total_bytes,
+        fits=step.fits,
+        mfu=e.mfu,
+        communication_s=sum(c.seconds for c in step.communication),
+        exposed_s=sum(c.exposed_s for c in step.communication),
+        hidable_s=sum(min(c.seconds, busy_s) for c in hidable.values()),
+        hidden_s=sum(min(c.overlapped_s, busy_s) for c in hidable.values()),
+        cpu_s=step.cpu_s,
+        libtpu=flags.installed(),
+    )
+
+
+def results(step: Step, kept: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By option, 'default' first; those that are not kept are left out."""
+    named = [("default", ()), *options(step)]
+    return {name: kept[digest(step, given)] for name, given in named if digest(step, given) in kept}
+
+
+def show(step: Step, found: Mapping[str, Mapping[str, Any]]) -> None:
+    print(f"\n{step.name}: {' '.join(step.overrides[1:])}")
+    if "default" not in found:
+        print("  not compiled: --compile")
+        return
+    base = found["default"]
+    print(
+        f"  {'option':26s} {'step':>9s} {'change':>8s} {'MFU':>6s} {'GiB':>7s} {'exposed':>9s} {'hidden':>7s}"
+    )
+    for name, r in found.items():
+        print(f"  {name:26s} {line(r, base)}")
+    fitting = {n: r for n, r in found.items() if r.get("fits")}
+    if fitting:
+        best = min(fitting, key=lambda n: fitting[n]["step_time_s"])
+        print(f"  best: {best}")
+
+
+def line(r: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    if "refused" in r:
+        return f"refused: {r['refused']}"
+    change = r["step_time_s"] / base["step_time_s"] - 1 if base.get("step_time_s") else 0.0
+    hidden = f"{r['hidden_s'] / r['hidable_s']:6.0%}" if r["hidable_s"] else "     -"
+    fit = "" if r["fits"] else "  does not fit"
+    return (
+        f"{r['step_time_s']:8.3f}s {change:+8.1%} {r['mfu']:6.1%} {r['hbm_bytes'] / 2**30:7.2f}"
+        f" {r['exposed_s']:8.3f}s {hidden}{fit}"
+    )
+
+
+if __name__ == "__main__":
+    main()
