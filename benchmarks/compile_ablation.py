@@ -26,8 +26,6 @@ from slicewise.config import load_config
 from slicewise.errors import UserError
 
 KEPT = Path(__file__).parent / "data" / "ablation.json"
-# What decides where it runs beside what: tokens and their results wait for these, so nothing can hide them.
-UNHIDABLE = ("tensor", "expert")
 NO_SPARSECORE = [
     "xla_tpu_enable_sparse_core_collective_offload_all_gather=false",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=false",
@@ -99,8 +97,7 @@ class Result:
     mfu: float
     communication_s: float
     exposed_s: float
-    hidable_s: float
-    hidden_s: float
+    hidden_share: float | None  # of the communication that a schedule could hide
     cpu_s: float
     libtpu: str
 
@@ -145,12 +142,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="steps whose name contains this")
     parser.add_argument("--compile", action="store_true", help="compile the lines that are not kept yet")
     parser.add_argument("--most", type=int, default=10**6, help="lines to compile in this call")
+    parser.add_argument("--options", default="", metavar="A;B", help="compile only these")
     parser.add_argument("--again", action="store_true", help="also those that are kept")
     arguments = parser.parse_args()
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     chosen = [step for step in STEPS if arguments.only in step.name]
     if arguments.compile:
-        fill(kept, chosen, arguments.most, again=arguments.again)
+        wanted = tuple(filter(None, arguments.options.split(";")))
+        fill(kept, chosen, wanted, arguments.most, again=arguments.again)
     tables = {step: results(step, kept) for step in chosen}
     for step, found in tables.items():
         show(step, found)
@@ -158,12 +157,12 @@ def main() -> None:
         ablation_claims.show({step.name: found for step, found in tables.items()})
 
 
-def fill(kept: dict[str, Any], steps: list[Step], most: int, *, again: bool) -> None:
-    """Compiles up to ``most`` lines that ``kept`` has not, and keeps each at once."""
+def fill(kept: dict[str, Any], steps: list[Step], wanted: tuple[str, ...], most: int, *, again: bool) -> None:
+    """Compiles up to ``most`` lines that ``kept`` has not, and keeps each at once; all options, or ``wanted`` ones."""
     for step in steps:
         for name, given in [("default", ()), *options(step)]:
             key = digest(step, given)
-            if key in kept and not again:
+            if (key in kept and not again) or (wanted and name not in wanted):
                 continue
             if most == 0:
                 return
@@ -190,8 +189,6 @@ def compiled(step: Step, given: tuple[str, ...]) -> dict[str, Any]:
 
 def result(step: CompiledStep) -> Result:
     e = step.estimate
-    busy_s = sum(e.compute_s.values())
-    hidable = {c.axes: c for c in step.communication if not any(a in c.axes for a in UNHIDABLE)}
     return Result(
         step_time_s=e.step_time_s,
         hbm_bytes=step.memory.total_bytes,
@@ -199,8 +196,7 @@ def result(step: CompiledStep) -> Result:
         mfu=e.mfu,
         communication_s=sum(c.seconds for c in step.communication),
         exposed_s=sum(c.exposed_s for c in step.communication),
-        hidable_s=sum(min(c.seconds, busy_s) for c in hidable.values()),
-        hidden_s=sum(min(c.overlapped_s, busy_s) for c in hidable.values()),
+        hidden_share=step.hidden_share,
         cpu_s=step.cpu_s,
         libtpu=flags.installed(),
     )
@@ -233,7 +229,7 @@ def line(r: Mapping[str, Any], base: Mapping[str, Any]) -> str:
     if "refused" in r:
         return f"refused: {r['refused']}"
     change = r["step_time_s"] / base["step_time_s"] - 1 if base.get("step_time_s") else 0.0
-    hidden = f"{r['hidden_s'] / r['hidable_s']:6.0%}" if r["hidable_s"] else "     -"
+    hidden = "     -" if r["hidden_share"] is None else f"{r['hidden_share']:6.0%}"
     fit = "" if r["fits"] else "  does not fit"
     return (
         f"{r['step_time_s']:8.3f}s {change:+8.1%} {r['mfu']:6.1%} {r['hbm_bytes'] / 2**30:7.2f}"

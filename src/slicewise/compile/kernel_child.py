@@ -27,8 +27,9 @@ def main() -> None:
         options = {"xla_tpu_scoped_vmem_limit_kib": key.vmem_limit_kib} if key.vmem_limit_kib else {}
         error = ""
         try:
+            # Without the mesh: what attention knows of its mask is computed here and now.
+            program = alone(key, request["values"], request["part"], max_logit=request["max_logit"])
             with jax.set_mesh(mesh):
-                program = alone(key, request["values"], request["part"], max_logit=request["max_logit"])
                 lowered = jax.jit(program.function).lower(*program.operands)
                 lowered.compile(compiler_options=options)
         except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as e:

@@ -171,7 +171,7 @@ def _inline(values: Mapping[str, int] | Mapping[str, str]) -> str:
     return "{" + ", ".join(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in values.items()) + "}"
 
 
-def digest(chip: str) -> str:
-    """Of your entries for ``chip``, which decide programs as sources do; '' where there are none."""
-    mine = [e.model_dump_json() for e in own() if e.key.chip == chip]
+def digest(chip: str | None = None) -> str:
+    """Of your entries, or those for ``chip``, which decide programs as sources do; '' where there are none."""
+    mine = [e.model_dump_json() for e in own() if chip in (None, e.key.chip)]
     return hashlib.sha256("\n".join(sorted(mine)).encode()).hexdigest()[:16] if mine else ""

@@ -22,8 +22,7 @@ from slicewise.parallel.rules import partition, unscattered
 
 MATRICES = re.compile(r"(.*\.)?(w[qkvo]|wq_a|wq_b|wkv_a|wk_b|wv_b|w_gate|w_up|w_down)")
 EXPERTS = re.compile(r"(.*\.)?moe\.w_.*")  # routed ones, whose product is another kernel's
-STACKS = ("layers", "dense_layers", "prediction.layers")  # of Params, that hold matrices
-# Over the largest value of a calibration, so that later ones fit too. A floating type loses no precision by it.
+# Over the largest value of a calibration, so that later ones fit too; a floating type hardly feels it.
 HEADROOM = {"fp8": 2.0, "fp8_e4m3": 2.0, "int8": 1.0}
 TYPES = {  # of weights and activations, of gradients
     "fp8": ("float8_e4m3fn", "float8_e5m2"),

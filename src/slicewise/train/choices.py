@@ -3,14 +3,19 @@
 The devices need not be there: a mesh of a compile-only topology settles what real devices would.
 """
 
+import zlib
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from slicewise.catalog import chips, flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
 from slicewise.errors import ExitCode, UserError
+from slicewise.kernels import tuned
 from slicewise.kernels.attention import api as attention
 from slicewise.kernels.grouped_matmul import api as grouped_matmul
 from slicewise.model import params
@@ -52,6 +57,19 @@ def quantization(config: RunConfig, spec: ModelSpec) -> Quantization | None:
     )
     check(how, params.weights(spec).layers)
     return how
+
+
+def check_same_settings(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> None:
+    """Raises UserError where processes have different tables of tuned settings: each would compile a program of its
+    own. Every process of the job calls it."""
+    if jax.process_count() == 1 or kernels(config, spec, mesh)["kernel"].name == "reference":
+        return
+    mine = np.uint32(zlib.crc32(tuned.digest().encode()))
+    if len(set(multihost_utils.process_allgather(mine).tolist())) > 1:
+        raise UserError(
+            f"hosts have different {tuned.own_path().name} of 'slicewise tune'; copy one to {tuned.own_path()} on all"
+            " of them, or remove it there."
+        )
 
 
 def compiler_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def train(config: RunConfig) -> None:
     runtime.start()
     mesh = build_mesh(config, cluster.found())
     step = build_train_step(config, mesh)
+    choices.check_same_settings(config, step.spec, mesh)
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(reporter())
         stack.enter_context(jax.set_mesh(mesh))
@@ -131,7 +132,7 @@ class _Run:
             self._profile(number, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 batch = to_global(self.step, self.rows, next(loader))
-                if self._calibrates_at(number):
+                if self.step.calibrate is not None and self._calibrates_at(number):
                     state = dataclasses.replace(state, ranges=self.step.calibrate(state, batch))
                 state, metrics = update(state, batch)
             saves, evaluates = self._saves_at(number), self._evaluates_at(number)
@@ -206,8 +207,7 @@ class _Run:
         return bool(every) and (number % every == 0 or number == self.config.run.steps)
 
     def _calibrates_at(self, number: int) -> bool:
-        every = self.config.model.quantization_calibrate_every
-        return self.step.calibrate is not None and (number - 1) % every == 0
+        return (number - 1) % self.config.model.quantization_calibrate_every == 0
 
     def _evaluates_at(self, number: int) -> bool:
         """During the run; the evaluation at its end is not counted here."""

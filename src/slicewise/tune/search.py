@@ -118,13 +118,11 @@ class Search:
             return
         best_s, best = min(counting, key=lambda pair: pair[0])
         untuned_s, values, count = tried[0][1], dict(best), len(tried)
-        if other := next(
-            (e for e in self.entries if e.key == problem.key), None
-        ):  # the other pass of the kernel
+        other = next((e for e in self.entries if e.key == problem.key), None)
+        if other is not None:  # the other pass of the same kernel
             values |= {n: v for n, v in other.values.items() if n not in problem.varying}
             best_s, count = best_s + other.seconds, count + other.tried
-            known = untuned_s is not None and other.untuned_seconds is not None
-            untuned_s = untuned_s + other.untuned_seconds if known else None
+            untuned_s = _sum(untuned_s, other.untuned_seconds)
         entry = Entry(
             key=problem.key,
             values=values,
@@ -172,6 +170,10 @@ class Search:
         seconds, why, note = self.judge.step(config, self.until_s)
         self.trials.append(Trial(of, setting, seconds, why, note))
         return seconds
+
+
+def _sum(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a + b
 
 
 def _shorter(seconds: float | None, best_s: float | None) -> bool:
