@@ -2,8 +2,9 @@
 
     python benchmarks/compile_ablation.py [--only TEXT] [--compile] [--most N] [--again]
 
-Prints a table for each step (model, chip, slice): one line for the step as slicewise runs it by default, one for each
-option that is put on, off or changed, and the best; then what became of published claims. Results are kept in
+Prints a table for each step (model, chip, slice): one line for the step with no group of compiler flags (bare), one for
+each option that is put on, off or changed, one for the default flags of the chip, and the best; then what became of
+published claims. Results are kept in
 benchmarks/data/ablation.json, so that it prints again in seconds; --compile fills in what is not there (ten CPU seconds
 a line, more on TPU7x).
 """
@@ -103,23 +104,28 @@ class Result:
 
 
 def options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(name, overrides) of each option for the step's chip; those of compiler flags come as one override."""
+    """(name, overrides) of each option for the step's chip, over those of bare."""
     found = {name: given for name, given in _options(step)}
     for name, given in found.items():
         if not step.only or name in step.only:
-            yield name, given
+            yield (
+                name,
+                given if any(o.startswith("compiler_flags") for o in given) else (*bare(step.chip), *given),
+            )
 
 
 def _options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
     chip = chips.load(step.chip)
     base = load_config(None, step.overrides).config
+    defaults = [g.name for g in flags.groups().values() if chip.name in g.default]
     for group in flags.groups().values():
         if chip.name in group.chips and (group.name != "dcn-overlap" or step.num_slices > 1):
-            is_default = chip.name in group.default
-            yield group.name, (f"compiler_flags={'no-' if is_default else ''}{group.name}",)
-    if "sparsecore-all-gather" in flags.groups() and chip.name in ("v5p", "v6e"):
+            yield group.name, (_flags(chip.name, group.name),)
+    if chip.name in ("v5p", "v6e"):
         every = [f"sparsecore-{op}" for op in ("all-gather", "reduce-scatter", "all-reduce")]
-        yield "sparsecore, all three", (f"compiler_flags={','.join(every)}",)
+        yield "sparsecore, all three", (_flags(chip.name, *every),)
+    if defaults:
+        yield "default flags", (_flags(chip.name, *defaults),)
     if chip.name == "tpu7x":
         yield "no sparsecore", (f"compiler_flags={','.join(NO_SPARSECORE)}",)
     for name, rate in (("int8", chip.int8_flops_per_s), ("fp8", chip.fp8_flops_per_s)):
@@ -133,6 +139,12 @@ def _options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
     offload = '{decoder_layer_input = "offload"}'
     yield "layer inputs on the host", ("remat_policy=custom", f"remat_tensors={offload}")
     yield "max-logits estimate", ("use_max_logits_estimate=30",)
+
+
+def _flags(chip: str, *on: str) -> str:
+    """The override that puts on these groups, and no other."""
+    off = [f"no-{g.name}" for g in flags.groups().values() if chip in g.default and g.name not in on]
+    return f"compiler_flags={','.join([*on, *off])}"
 
 
 def main() -> None:
@@ -150,17 +162,20 @@ def main() -> None:
     if arguments.compile:
         wanted = tuple(filter(None, arguments.options.split(";")))
         fill(kept, chosen, wanted, arguments.most, again=arguments.again)
+        if ablation_claims.ESTIMATE not in kept and not arguments.only:
+            kept[ablation_claims.ESTIMATE] = ablation_claims.estimate()
+            KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
     tables = {step: results(step, kept) for step in chosen}
     for step, found in tables.items():
         show(step, found)
     if not arguments.only:
-        ablation_claims.show({step.name: found for step, found in tables.items()})
+        ablation_claims.show({step.name: found for step, found in tables.items()}, kept)
 
 
 def fill(kept: dict[str, Any], steps: list[Step], wanted: tuple[str, ...], most: int, *, again: bool) -> None:
     """Compiles up to ``most`` lines that ``kept`` has not, and keeps each at once; all options, or ``wanted`` ones."""
     for step in steps:
-        for name, given in [("default", ()), *options(step)]:
+        for name, given in [("bare", bare(step.chip)), *options(step)]:
             key = digest(step, given)
             if (key in kept and not again) or (wanted and name not in wanted):
                 continue
@@ -173,8 +188,18 @@ def fill(kept: dict[str, Any], steps: list[Step], wanted: tuple[str, ...], most:
 
 
 def digest(step: Step, given: tuple[str, ...]) -> str:
-    said = [step.slice, step.num_slices, *step.overrides, "+", *given]
+    """Of the slices, the config and the flags that it comes to."""
+    overrides = (*step.overrides, *given)
+    asked = load_config(None, overrides).config.compiler.compiler_flags
+    plain = [o for o in overrides if not o.startswith("compiler_flags")]
+    said = [step.slice, step.num_slices, plain, flags.resolve(asked, step.chip)]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+
+def bare(chip: str) -> tuple[str, ...]:
+    """The override that leaves out every default group of ``chip``; none where it has no such group."""
+    groups = [f"no-{g.name}" for g in flags.groups().values() if chip in g.default]
+    return (f"compiler_flags={','.join(groups)}",) if groups else ()
 
 
 def compiled(step: Step, given: tuple[str, ...]) -> dict[str, Any]:
@@ -203,17 +228,17 @@ def result(step: CompiledStep) -> Result:
 
 
 def results(step: Step, kept: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """By option, 'default' first; those that are not kept are left out."""
-    named = [("default", ()), *options(step)]
+    """By option, 'bare' first; those that are not kept are left out."""
+    named = [("bare", bare(step.chip)), *options(step)]
     return {name: kept[digest(step, given)] for name, given in named if digest(step, given) in kept}
 
 
 def show(step: Step, found: Mapping[str, Mapping[str, Any]]) -> None:
     print(f"\n{step.name}: {' '.join(step.overrides[1:])}")
-    if "default" not in found:
+    if "bare" not in found:
         print("  not compiled: --compile")
         return
-    base = found["default"]
+    base = found["bare"]
     print(
         f"  {'option':26s} {'step':>9s} {'change':>8s} {'MFU':>6s} {'GiB':>7s} {'exposed':>9s} {'hidden':>7s}"
     )
@@ -229,7 +254,7 @@ def line(r: Mapping[str, Any], base: Mapping[str, Any]) -> str:
     if "refused" in r:
         return f"refused: {r['refused']}"
     change = r["step_time_s"] / base["step_time_s"] - 1 if base.get("step_time_s") else 0.0
-    hidden = "     -" if r["hidden_share"] is None else f"{r['hidden_share']:6.0%}"
+    hidden = "     -" if r.get("hidden_share") is None else f"{r['hidden_share']:6.0%}"
     fit = "" if r["fits"] else "  does not fit"
     return (
         f"{r['step_time_s']:8.3f}s {change:+8.1%} {r['mfu']:6.1%} {r['hbm_bytes'] / 2**30:7.2f}"
