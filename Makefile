@@ -4,15 +4,16 @@
 
 BIN := .venv/bin
 # What the tests use.
-EXTRAS := $(addprefix --extra ,train text report quantization compile ssh emulator job kubernetes)
+EXTRAS := $(addprefix --extra ,train text report quantization compile ssh emulator job kubernetes goodput)
 .PHONY: demo test check docs lock clean
 
 demo: .venv/ready
 	$(BIN)/slicewise train examples/demo.toml --local 2x2x2
 	$(BIN)/slicewise generate runs/demo --prompt "def " --max-tokens 200
 
+# A file of tests stays in one process, with what it has set up; files with slow tests come first.
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

@@ -21,19 +21,14 @@ from typing import Any
 
 import published
 import rows
+from runs import config_of
 
-from slicewise.catalog import chips, flags
-from slicewise.catalog.model import ModelSpec, names
-from slicewise.catalog.model import load as load_model
 from slicewise.compile.analysis import analyse
 from slicewise.compile.compiler import Request, compile_request
-from slicewise.config import AXES, RunConfig, load_config
-from slicewise.costs.layout import AXES as ALL_AXES
 from slicewise.errors import UserError
 
 DATA = Path(__file__).parent / "data"
 KEPT = DATA / "compiled_points.json"
-VMEM = "scoped_vmem_limit_kib"  # a key of its own: tiles of kernels follow it
 # One row of each model and layout on each chip, of those whose own step this project builds.
 CHOSEN = (
     "maxtext-v4-1b-v4-8-jul23",
@@ -173,7 +168,7 @@ def compiled(point: dict[str, Any], depth: str) -> dict[str, Any]:
     try:
         row = rows.row(point)
         with tempfile.TemporaryDirectory() as directory:
-            config = config_of(point, row, Path(directory))
+            config = config_of(point, row.layout, row.recipe, row.seq, Path(directory))
             step = analyse(compile_request(Request(config, row.cluster, depth=depth)))  # type: ignore[arg-type]
     except UserError as e:
         return {"refused": str(e).splitlines()[0]}
@@ -190,74 +185,6 @@ def compiled(point: dict[str, Any], depth: str) -> dict[str, Any]:
             step.cpu_s,
         )
     )
-
-
-def config_of(point: dict[str, Any], row: rows.Row, directory: Path) -> RunConfig:
-    """The run that ``point`` describes. Raises UserError for what no config can ask for."""
-    unsupported = [a for a in ALL_AXES if a not in AXES and row.layout.total(a) > 1]
-    if unsupported:
-        raise UserError(f"its {unsupported[0]} axis is no axis of a run.")
-    overrides = {
-        "model": model_of(point["model"], directory),
-        "sequence_length": row.seq,
-        "global_batch_size": int(row.layout.global_batch),
-        "attention": "splash" if row.recipe.attention.kind == "flash" and row.seq % 128 == 0 else "reference",
-        "quantization": {"bf16": "none"}.get(row.recipe.precision, row.recipe.precision),
-        "compiler_flags": ",".join(f for f in known_flags(point) if VMEM not in f),
-        "scoped_vmem_limit_kib": next((f.split("=")[1] for f in known_flags(point) if VMEM in f), "0"),
-    }
-    for network, degrees in (("ici", row.layout.ici), ("dcn", row.layout.dcn)):
-        overrides |= {f"{network}_{a}_parallelism": int(getattr(degrees, a)) for a in AXES}
-    return load_config(None, [*(f"{k}={v}" for k, v in overrides.items()), *remat_of(point)]).config
-
-
-def remat_of(point: dict[str, Any]) -> list[str]:
-    remat = point.get("remat") or {}
-    name = remat.get("policy") or "full"
-    if name != "custom" and not remat.get("tensors"):
-        return [f"remat_policy={rows.PAX_POLICIES.get(name, name)}"]
-    places = ", ".join(f'{k} = "{v}"' for k, v in (remat.get("tensors") or {}).items())
-    return ["remat_policy=custom", f"remat_tensors={{{places}}}"]
-
-
-def known_flags(point: dict[str, Any]) -> list[str]:
-    """The row's flags that the installed compiler takes on the row's chip."""
-    chip = chips.load(point["chip"]).name
-    taken: list[str] = []
-    for flag in (point.get("xla_flags") or "").split():
-        if not flag.startswith("--xla"):
-            continue
-        try:
-            flags.resolve([flag], chip)
-            flags.resolve([*taken, flag], chip)
-        except UserError:
-            continue
-        taken.append(flag)
-    return taken
-
-
-def model_of(m: dict[str, Any], directory: Path) -> str:
-    """A model file of the row's dims; mixtures of experts from the catalog, which knows their routing."""
-    name = (m.get("name") or "").replace("llama3.1", "llama3").replace("deepseek3-671b", "deepseek-v3")
-    if m.get("moe") or m.get("mla"):
-        if name not in names():
-            raise UserError(f"the catalog has no {name}.")
-        return name
-    block = m.get("decoder_block") or "llama2"
-    if block.startswith(("gemma", "llama4", "olmo")):
-        raise UserError(f"layers of {block} are not built from dims.")
-    spec = {
-        "name": name or "row", "source": "published row", "layers": m["layers"], "d_model": m["d_model"],
-        "heads": m["heads"], "kv_heads": m.get("kv_heads") or m["heads"],
-        "head_dim": m.get("head_dim") or m["d_model"] // m["heads"], "d_ff": m["d_ff"], "vocab": m["vocab"],
-        "tied_embeddings": bool(m.get("tied_embeddings")), "gated_mlp": m.get("gated_mlp") is not False,
-        "activation": "silu" if m.get("gated_mlp") is not False else "gelu_tanh" if block == "gpt3" else "relu",
-        "norm": "layer" if block == "gpt3" else "rms", "max_context": 1 << 20,
-    }  # fmt: skip
-    path = directory / "model.toml"
-    path.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in spec.items()))
-    assert isinstance(load_model(str(path)), ModelSpec)
-    return str(path)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@
 Every worker is an SSH server on a port and a home of its own, its agent a process. The command is a barrier: it
 ends once it runs on every worker. Targets on two cores: 256 workers connected, shipped to and commanded in under
 10 s; 1,000 in under 60 s; less than 1 GB of memory for the runner. What the servers and agents take from the same
-cores is part of the times. "started" is from the order to start until the command ran on the last worker, "a worker"
-the share of one in "all", and "everything" the memory of runner, servers, agents and commands;
-"CPU" is processor time a worker, of the runner and of everything else.
+cores is part of the times. "started" is from the order to start until the command ran on the last worker, and "a
+worker" the share of one in "all". Memory is PSS, in which pages that several processes share are divided among them:
+of the runner; and a worker, of its SSH server, its agent with its keeper, and its command. "CPU" is processor time a
+worker, of the runner and of everything else.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -41,7 +43,9 @@ HEAD = (
     "all",
     "a worker",
     "runner",
-    "everything",
+    "sshd",
+    "agent",
+    "command",
     "CPU here",
     "CPU there",
 )
@@ -96,7 +100,7 @@ def _measured(workers: int, folder: Path, server: int) -> str:
     watcher = os.fork()
     if watcher == 0:
         run_child(folder)
-    began_s, all_s, memory = time.monotonic(), 0.0, 0
+    began_s, all_s, memory = time.monotonic(), 0.0, Memory()
     barrier = folder / "barrier"
     while True:
         done, status, used = os.wait4(watcher, os.WNOHANG)
@@ -104,7 +108,7 @@ def _measured(workers: int, folder: Path, server: int) -> str:
             break
         if not all_s and len(os.listdir(barrier)) >= workers:
             all_s = time.monotonic() - began_s
-            memory = sum(proportional_bytes(pid) for pid in (server, watcher, *below(server)))
+            memory = memory_of(watcher, server)
             (barrier / "all").touch()
         time.sleep(0.05)
     deadline_s = time.monotonic() + 20
@@ -117,8 +121,9 @@ def _measured(workers: int, folder: Path, server: int) -> str:
     connected_s, shipped_s = (60 * float(m or 0) + float(sec) for m, sec in re.findall(TOOK, text)[:2])
     cells = (
         f"{workers:,}", f"{connected_s:.1f} s", f"{shipped_s:.1f} s", f"{all_s - connected_s - shipped_s:.1f} s",
-        f"{all_s:.1f} s", f"{1e3 * all_s / workers:.1f} ms", f"{used.ru_maxrss / 1024:.0f} MB",
-        f"{memory / 2**20:.0f} MB", f"{1e3 * (used.ru_utime + used.ru_stime) / workers:.1f} ms",
+        f"{all_s:.1f} s", f"{1e3 * all_s / workers:.1f} ms", f"{memory.runner / 2**20:.0f} MB",
+        *(f"{part / 2**20 / workers:.2f} MB" for part in (memory.servers, memory.agents, memory.commands)),
+        f"{1e3 * (used.ru_utime + used.ru_stime) / workers:.1f} ms",
         f"{1e3 * cpu_s(server) / workers:.1f} ms",
     )  # fmt: skip
     return "".join(f"{cell:>12s}" for cell in cells)
@@ -150,6 +155,28 @@ def cpu_s(pid: int) -> float:
     """Processor seconds of a process and of its children that have ended."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """PSS in bytes."""
+
+    runner: int = 0
+    servers: int = 0
+    agents: int = 0
+    commands: int = 0
+
+
+def memory_of(runner: int, server: int) -> Memory:
+    agents = commands = 0
+    for pid in below(server):
+        try:
+            is_agent = Path(f"/proc/{pid}/comm").read_text().startswith("python")
+        except OSError:
+            continue
+        agents += is_agent * proportional_bytes(pid)
+        commands += (not is_agent) * proportional_bytes(pid)
+    return Memory(proportional_bytes(runner), proportional_bytes(server), agents, commands)
 
 
 def proportional_bytes(pid: int) -> int:

@@ -23,6 +23,12 @@ settings.register_profile("any-load", deadline=None, suppress_health_check=[Heal
 settings.load_profile("any-load")
 
 
+def pytest_collection_modifyitems(items):
+    """Files with slow tests first: where files are shared out among processes, all are busy until the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture
 def one_device():
     """The mesh of a lone device is in force."""

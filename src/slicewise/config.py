@@ -23,9 +23,12 @@ from pydantic import (
 )
 
 from slicewise.catalog.model import first_problem
+from slicewise.costs.adapters import Lora as Adapters
+from slicewise.costs.layout import ContextExchange
 from slicewise.errors import UserError, did_you_mean
 
-AXES = ("data", "fsdp", "expert", "tensor")  # mesh axes, slowest first; each has an ici_ and a dcn_ key
+# Mesh axes, slowest first; each has an ici_ and a dcn_ key.
+AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 
 class Part(BaseModel):
@@ -33,6 +36,7 @@ class Part(BaseModel):
 
 
 Degree = typing.Annotated[int, Field(ge=-1)]  # of parallelism: -1 fills what the other axes leave
+ContextStrategy = ContextExchange
 
 
 class Run(Part):
@@ -109,6 +113,10 @@ class Data(Part):
     """File, directory or glob of the source; for huggingface the dataset's name."""
     text_field: str = "text"
     """Field of a record that holds the text."""
+    messages_field: str = ""
+    """Field of a record that holds a conversation, for fine-tuning on its answers; empty = documents are text."""
+    chat_template: str = "auto"
+    """How a conversation becomes text: auto (the tokenizer's own, else builtin), builtin, or a Jinja file."""
     tokenizer: str = "bytes"
     """'bytes', a tokenizer.json, or a SentencePiece .model."""
     sequence_length: PositiveInt = 256
@@ -126,6 +134,8 @@ class Parallelism(Part):
     """Devices of a slice over which parameters are sharded and gathered where they are used."""
     ici_expert_parallelism: Degree = 1
     """Devices of a slice that share the experts; they divide the batch and all other weights as fsdp does."""
+    ici_context_parallelism: Degree = 1
+    """Devices of a slice that share the tokens of each sequence; they divide all weights as fsdp does."""
     ici_tensor_parallelism: Degree = 1
     """Devices of a slice that share heads, MLP columns and the vocabulary."""
     dcn_data_parallelism: Degree = -1
@@ -134,8 +144,16 @@ class Parallelism(Part):
     """Slices over which parameters are sharded."""
     dcn_expert_parallelism: Degree = 1
     """Slices that share the experts."""
+    dcn_context_parallelism: Degree = 1
+    """Slices that share the tokens of each sequence."""
     dcn_tensor_parallelism: Degree = 1
     """Slices that share heads, MLP columns and the vocabulary."""
+    context_strategy: ContextStrategy = "all_gather"
+    """How attention crosses the context axis: keys and values gathered, passed round a ring, or heads exchanged."""
+    elastic: Literal["off", "accumulate", "batch"] = "off"
+    """A job that lost slices goes on with the others: same batch by gradient accumulation, or smaller batches."""
+    min_slices: PositiveInt = 1
+    """Fewest slices with which an elastic job goes on."""
 
     def degrees(self, network: Literal["ici", "dcn"]) -> dict[str, int]:
         """The degree asked for on each axis over one network, -1 where it fills."""
@@ -186,10 +204,50 @@ class Optimizer(Part):
 class Checkpoint(Part):
     checkpoint_every: NonNegativeInt = 100
     """Steps between checkpoints (one more at the end); 0 = none."""
+    checkpoint_interval_s: NonNegativeFloat = 0.0
+    """Seconds between checkpoints, in place of checkpoint_every; 0 = by steps."""
+    failures_per_day: NonNegativeFloat = 0.0
+    """Of the whole job; above 0 checkpoints come at the interval of best expected goodput."""
     checkpoint_keep: PositiveInt = 3
     """Newest checkpoints kept."""
+    checkpoint_keep_every: NonNegativeInt = 0
+    """Also keeps for good the first checkpoint at or after each multiple of so many steps; 0 = none."""
+    checkpoint_keep_best: NonNegativeInt = 0
+    """Also keeps so many with the lowest loss of eval_every's evaluations, each of which then saves; 0 = none."""
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the run's newest complete checkpoint; never refuses to touch an existing run."""
+    initial_weights: str = ""
+    """Where the weights of a new run come from: a Hugging Face folder or another run; empty = random."""
+    local_checkpoint_directory: str = ""
+    """Where each host keeps its own part of the newest states: a disk of its own, or memory such as /dev/shm."""
+    local_checkpoint_every: NonNegativeInt = 0
+    """Steps between local checkpoints; 0 = none."""
+    replica_check_every: NonNegativeInt = 0
+    """Steps between comparisons, bit by bit, of what data-parallel replicas hold; 0 = none."""
+    replay_check_every: NonNegativeInt = 0
+    """Steps between steps that are taken twice, to compare their results; 0 = none."""
+
+
+class Lora(Part):
+    lora_rank: NonNegativeInt = 0
+    """Rank of the adapters that are trained instead of the weights; 0 trains the weights."""
+    lora_alpha: PositiveFloat = 16.0
+    """What an adapter adds is multiplied by lora_alpha / lora_rank."""
+    lora_layers: str = ""
+    """Regular expression for the matrices with adapters, such as w[qv]; empty = all but routed experts."""
+    lora_base_dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"
+    """How the frozen matrices are kept; int8 has one scale a column."""
+
+
+class Faults(Part):
+    stop_grace_s: PositiveFloat = 60.0
+    """Seconds from a request to stop, or the notice of a preemption, in which the state is saved."""
+    on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
+    """What follows a loss or gradient that is no number, and with stop or rollback a spike."""
+    loss_spike_ratio: float = Field(0.0, ge=0)
+    """A loss of so many times the median of the last 16 is a spike; 0 = there are none."""
+    rollback_steps: PositiveInt = 1
+    """With rollback: how far before the bad step the checkpoint lies, at least. Data go on behind the bad step."""
 
 
 class Evaluation(Part):
@@ -204,6 +262,8 @@ class Metrics(Part):
     """Steps between metric records."""
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
+    goodput_logger: str = ""
+    """Log of Google Cloud Logging to which ml-goodput-measurement reports as well; empty = none."""
     profile_from: NonNegativeInt = 0
     """First step of the profiling window."""
     profile_steps: NonNegativeInt = 0
@@ -219,7 +279,9 @@ class RunConfig(Part):
     parallelism: Parallelism = Parallelism()
     compiler: Compiler = Compiler()
     optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
     checkpoint: Checkpoint = Checkpoint()
+    faults: Faults = Faults()
     evaluation: Evaluation = Evaluation()
     metrics: Metrics = Metrics()
 
@@ -232,6 +294,12 @@ class RunConfig(Part):
     def local_directory(self) -> Path:
         """Where a machine keeps metrics, profiles and logs: the run's folder, or runs/NAME when that is a URL."""
         return Path("runs") / self.run.run_name if "://" in self.directory else Path(self.directory)
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters that are trained instead of the weights; None where the weights are."""
+        l = self.lora
+        return Adapters(l.lora_rank, l.lora_alpha, l.lora_layers, l.lora_base_dtype) if l.lora_rank else None
 
     @property
     def warmup_steps(self) -> int:

@@ -1,6 +1,7 @@
 """The one table of exit codes, and the one exception that speaks to the user."""
 
 import difflib
+import errno
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -20,6 +21,7 @@ class ExitCode(IntEnum):
     RATE_LIMITED = 78  # too many requests
     QUOTA = 79  # a quota is used up
     NO_SLICES = 80  # the queued resource failed, or lost its slices
+    CORRUPTION = 85  # a device computed or kept something wrongly: replace it
     TIMEOUT = 124  # still waiting when the time was over
 
 
@@ -32,6 +34,20 @@ class UserError(ValueError):
     def __init__(self, message: str, *, code: ExitCode = ExitCode.USER):
         super().__init__(message)
         self.code = code
+
+
+# of paths that no mended environment makes right
+_WRONG_PATH = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL}
+_WRONG_PATH |= {errno.ELOOP}
+
+
+def cannot_write(what: str, error: OSError) -> UserError:
+    """What a file that a person named ends with: USER where the path is wrong, INTERNAL for a full disk or the like.
+
+    ``what`` is the option and its path, such as ``"--html page.html"``.
+    """
+    code = ExitCode.USER if error.errno in _WRONG_PATH else ExitCode.INTERNAL
+    return UserError(f"{what} cannot be written: {error.strerror or error}.", code=code)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -96,6 +96,8 @@ def test_a_process_killed_while_it_saves_loses_only_that_step(tmp_path, moment):
 
 
 CLUSTER = """
+import os, pathlib, resource, time
+from jax.experimental import multihost_utils
 from slicewise.errors import UserError
 address, rank, root = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jax.distributed.initialize(address, 2, rank)
@@ -127,12 +129,33 @@ with CheckpointStore(f"{root}/shared", keep=2) as store:
     restored = store.restore(5, like)
     same = jax.jit(lambda a, b: jnp.all(a == b))(restored.state["w"], make_state(5, 64)["w"])
     assert bool(same)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # acts like a full disk, of this process alone
+    began_s = time.monotonic()
+    assert save(store, 7, 4096)
+    message = refused(store.wait)
+    assert "checkpoint of step 7 could not be written" in message, message
+    assert "File too large" in message, message
+    assert time.monotonic() - began_s < 30
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert save(store, 8, 64)
+    assert store.wait() == 8
+    if rank == 0:
+        for path in pathlib.Path(f"{root}/shared/8/state/ocdbt.process_1/d").iterdir():
+            os.truncate(path, path.stat().st_size // 2)
+    multihost_utils.sync_global_devices("damaged")
+    said = []
+    assert store.restore_newest(like, said.append).step == 6
+    assert "step 8" in said[0] and "It is quarantined, and step 6 used." in said[0], said
+    assert store.latest() == 6
+jax.distributed.shutdown()
 print("done", flush=True)
 """
 
 
 @pytest.mark.multiprocess
-def test_two_processes_save_and_restore_together_and_one_process_restores_theirs(tmp_path):
+def test_two_processes_save_restore_and_fail_together_and_one_process_restores_theirs(tmp_path):
     namespace: dict = {}
     exec(STATE, namespace)
     with CheckpointStore(str(tmp_path / "shared"), keep=1) as store:
@@ -163,7 +186,7 @@ def test_two_processes_save_and_restore_together_and_one_process_restores_theirs
             rank.wait()
     for output in outputs:
         assert output.endswith("done\n"), output
-    assert sorted(os.listdir(tmp_path / "shared")) == ["5", "6"]
+    assert sorted(os.listdir(tmp_path / "shared")) == ["6", "8"]
     with CheckpointStore(str(tmp_path / "shared"), keep=2) as store:
         assert store.latest() == 6
         check_restores(store, 6, 64)

@@ -17,6 +17,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from slicewise.checkpoint import backend
+from slicewise.checkpoint.backend import ReadError
 from slicewise.checkpoint.manifest import checksum, complete_steps, read_manifest
 from slicewise.checkpoint.store import CheckpointStore
 from slicewise.errors import ExitCode, UserError
@@ -168,6 +170,15 @@ def test_only_the_newest_steps_are_kept(open_store):
         store.wait()
     assert complete_steps(store.directory) == [9, 10]
     assert sorted(os.listdir(store.directory)) == ["10", "9"]
+
+
+def test_the_best_by_their_loss_and_one_in_so_many_steps_are_kept_too(tmp_path):
+    losses = {1: 2.0, 2: 1.0, 3: 1.5, 4: None, 5: 3.0, 6: 2.5, 7: 2.6}
+    with CheckpointStore(str(tmp_path), keep=1, keep_every=3, keep_best=2) as store:
+        for step, loss in losses.items():
+            store.save(step, {"x": jnp.ones(2)}, data_state=DATA_STATE, metadata={"held_out_loss": loss})
+            assert store.wait() == step
+    assert complete_steps(str(tmp_path)) == [2, 3, 6, 7]
 
 
 def test_foreign_directories_are_neither_counted_nor_deleted(copy, open_store):
@@ -365,6 +376,137 @@ def test_another_format_is_refused(copy, open_store):
     del manifest["sha256"]
     path.write_text(json.dumps({"sha256": checksum(manifest), **manifest}))
     assert "has format 9" in error_of(open_store(copy).read_metadata, 2)
+
+
+# A run resumes from the newest step that is good; what is newer is set aside, with the reason.
+
+
+def rewrite_leaf(directory, step, leaf, **changes):
+    """Changes what the manifest says of a leaf, with a good checksum: the arrays are then not those it describes."""
+    path = directory / str(step) / "manifest" / "data.json"
+    body = json.loads(path.read_text())
+    body["leaves"][leaf] |= changes
+    del body["sha256"]
+    path.write_text(json.dumps({"sha256": checksum(body), **body}))
+
+
+def with_arrays(directory, dtype=jnp.float32, shape=(256, 64)):
+    """Replaces the arrays of step 2 by those of a state whose embedding is another one."""
+    embedding = jnp.zeros(shape, dtype)
+    state = make_state(2)
+    other = TrainState(Params(embedding, state.params.scale), state.opt_state, state.step)
+    with CheckpointStore(str(directory.parent / "other"), keep=1) as store:
+        save(store, 2, other)
+    shutil.rmtree(directory / "2" / "state")
+    shutil.move(directory.parent / "other" / "2" / "state", directory / "2" / "state")
+
+
+FAULTS = {
+    "data truncated": (lambda d: damage(data_file(d), "truncated"), "cannot be read"),
+    "data zeroed": (lambda d: damage(data_file(d), "zeroed"), "cannot be read"),
+    "one bit of data": (lambda d: damage(data_file(d), "flipped"), "is damaged"),
+    "data missing": (lambda d: damage(data_file(d), "missing"), "cannot be read"),
+    "one bit of metadata": (lambda d: damage(d / "2/manifest/data.json", "flipped"), "data.json is damaged"),
+    "metadata truncated": (lambda d: damage(d / "2/manifest/data.json", "truncated"), "data.json is damaged"),
+    "metadata missing": (
+        lambda d: damage(d / "2/manifest/data.json", "missing"),
+        "has no manifest/data.json",
+    ),
+    "mark missing": (lambda d: damage(d / "2/commit_success.txt", "missing"), "has no commit_success.txt"),
+    "arrays missing": (lambda d: shutil.rmtree(d / "2/state"), "has no state"),
+    "empty": (lambda d: (shutil.rmtree(d / "2"), (d / "2").mkdir()), "it is empty"),
+    "cut short": (lambda d: (d / "2").rename(d / "2.orbax-checkpoint-tmp"), "its save was cut short"),
+    "wrong shape stored": (lambda d: with_arrays(d, shape=(128, 64)), "cannot be read"),
+    "wrong dtype stored": (lambda d: with_arrays(d, dtype=jnp.bfloat16), "is damaged: params.embedding"),
+    "wrong shape said": (
+        lambda d: rewrite_leaf(d, 2, "params.embedding", shape=[64, 256]),
+        "params.embedding is float32[64,256]",
+    ),
+    "wrong dtype said": (
+        lambda d: rewrite_leaf(d, 2, "params.embedding", dtype="bfloat16"),
+        "params.embedding is bfloat16[256,64]",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_step_that_is_not_as_it_was_saved_is_told_and_the_older_one_used(copy, open_store, fault):
+    harm, words = FAULTS[fault]
+    harm(copy)
+    said, store = [], open_store(copy)
+    restored = store.restore_newest(abstract(make_mesh(4, 2)), said.append)
+    assert restored.step == 1
+    assert_same(restored.state, make_state(1))
+    assert len(said) == 1
+    assert words in said[0]
+    assert f"{copy}/2" in said[0] or "checkpoint of step 2" in said[0]
+    assert store.latest() == 1
+    again = []
+    assert store.restore_newest(abstract(make_mesh(1, 1)), again.append).step == 1
+    assert len(again) == 1
+    if "quarantined" in said[0]:
+        assert words in (copy / "2/quarantined.txt").read_text()
+        assert again == [f"{copy}/2 is not used: quarantined.txt says why."]
+    assert save(store, 2)
+    store.wait()
+    assert_same(store.restore_newest(abstract(make_mesh(1, 1)), said.append).state, make_state(2))
+    assert len(said) == 1
+
+
+def test_with_no_good_step_the_reason_of_the_newest_is_raised_and_nothing_changed(copy, open_store):
+    damage(data_file(copy, 1), "flipped")
+    damage(data_file(copy, 2), "missing")
+    store = open_store(copy)
+    message = error_of(store.restore_newest, abstract(make_mesh(1, 1)), pytest.fail, code=ExitCode.INTERNAL)
+    assert "checkpoint of step 2" in message
+    assert complete_steps(str(copy)) == [1, 2]
+
+
+def test_arrays_that_no_step_has_are_refused_and_no_step_quarantined(copy, open_store):
+    wanted = {"params": {"embedding": jax.ShapeDtypeStruct((256, 32), jnp.float32)}}
+    message = error_of(open_store(copy).restore_newest, wanted, pytest.fail)
+    assert "params.embedding is float32[256,64] in the checkpoint of step 2" in message
+    assert complete_steps(str(copy)) == [1, 2]
+
+
+def test_storage_that_cannot_be_read_now_is_no_damage(copy, open_store, monkeypatch):
+    def out_of_reach(path, arrays):
+        raise ReadError("UNAVAILABLE: no route", is_damage=False)
+
+    store = open_store(copy)
+    monkeypatch.setattr(store._orbax, "load", out_of_reach)
+    wanted = abstract(make_mesh(1, 1))
+    message = error_of(store.restore_newest, wanted, pytest.fail, code=ExitCode.INTERNAL)
+    assert "checkpoint of step 2" in message
+    assert "no route" in message
+    assert complete_steps(str(copy)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_damage"),
+    [
+        (FileNotFoundError(errno.ENOENT, "gone"), True),
+        (PermissionError(errno.EACCES, "no"), False),
+        (OSError(errno.EIO, "broken"), False),
+        (ValueError("DATA_LOSS: checksum"), True),
+        (ValueError("Error reading: os_error_code='5'"), False),
+        (ValueError("UNAVAILABLE: 503"), False),
+        (KeyError("state"), True),
+    ],
+)
+def test_what_is_damage_and_what_is_the_storage(error, is_damage):
+    outer = RuntimeError("could not load")
+    outer.__cause__ = error
+    assert backend._is_damage(outer) is is_damage
+
+
+def test_a_step_can_be_asked_for_that_is_not_the_newest_and_newer_ones_dropped(copy, open_store):
+    store = open_store(copy)
+    wanted = abstract(make_mesh(1, 1))
+    assert store.restore_newest(wanted, pytest.fail, at_most=1).step == 1
+    assert store.restore_newest(wanted, pytest.fail, at_most=0) is None
+    store.drop_after(1)
+    assert store.latest() == 1
 
 
 # Storage that fails while it is written.

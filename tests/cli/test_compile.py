@@ -39,6 +39,24 @@ def refused(capsys, program_cache):
 
 
 @pytest.mark.aot
+@needs_compiler
+def test_a_restore_brings_each_part_to_its_hosts(capsys, program_cache):
+    layout = ["ici_fsdp_parallelism=4", "ici_tensor_parallelism=2", "dcn_data_parallelism=2"]
+    where = ["--chip", "v5e", "--topology", "4x2", "--slices", "2"]
+    assert cli.main([*TINY, *layout, *where, "--program", "restore", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    by_name = {a["name"]: a for a in found["arrays"]}
+    up, norm = by_name["params.layers.w_up"], by_name["params.final_norm.scale"]
+    layers, d_model, d_ff = up["shape"]
+    assert up["axes"] == [[], ["fsdp"], ["tensor"]]
+    assert up["part"] == [layers, d_model // 4, d_ff // 2]
+    assert (up["copies"], norm["copies"]) == (2, 16)  # once a slice; on every device
+    assert up["host_bytes"] * found["hosts"] == 2 * up["bytes"]
+    assert norm["host_bytes"] == norm["bytes"] == norm["part_bytes"]
+    assert found["total_bytes"] == sum(a["bytes"] for a in found["arrays"])
+
+
+@pytest.mark.aot
 @pytest.mark.slow
 @needs_compiler
 def test_a_step_is_compiled_once_told_and_written(capsys, program_cache, tmp_path):

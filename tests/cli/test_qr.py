@@ -112,6 +112,9 @@ def test_gc_shows_and_deletes_the_dead(run, name):
         ("wait x --timeout never", "--timeout never"),
         ("gc --owner a --all-owners", "exclude each other"),
         ("scp x only", "a source and a target"),
+        ("scp x /nowhere/file :there", "/nowhere/file: there is no such file here"),
+        ("scp x / :there", "/ is a folder: add --recursive"),
+        ("scp x :there /nowhere/file", "/nowhere/file: there is no folder /nowhere here"),
         ("list --project my-project", "--zone or $SLICEWISE_ZONE is missing"),
         ("list --emulator /nowhere/at/all", "start one with 'slicewise emulator start'"),
     ],
@@ -177,7 +180,7 @@ def test_a_command_is_never_run_twice_and_its_code_comes_back(command, run, name
 
 
 @needs_ssh
-def test_files_are_copied_to_all_and_from_one(run, name, tmp_path):
+def test_files_are_copied_to_all_and_from_one(run, name, tmp_path, monkeypatch, directory):
     run("qr", "create", name, "--accelerator-type", "v5litepod-4", "--node-count", 2)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("text")
@@ -188,6 +191,13 @@ def test_files_are_copied_to_all_and_from_one(run, name, tmp_path):
     assert (code, "would overwrite each other's" in err) == (ExitCode.USER, True)
     code, _, err = run("qr", "scp", name, ":none", tmp_path / "none")
     assert (code, "ended with 1" in err) == (1, True)
+    monkeypatch.chdir(tmp_path)  # a file's name may look like HOST:PATH, or like an option
+    for odd in ("a:b", "-r"):
+        (tmp_path / odd).write_text(odd)
+        assert run("qr", "scp", name, "--", odd, ":odd")[0] == 0
+        assert run("qr", "scp", name, ":odd", "back")[0] == 0
+        assert (tmp_path / "back").read_text() == odd
+    assert not [path for path in directory.parent.iterdir() if path != directory]  # no file of keys beside it
 
 
 # ---------------------------------------------------------------- emulator
@@ -202,8 +212,6 @@ def test_files_are_copied_to_all_and_from_one(run, name, tmp_path):
         ("start --port 99999", "--port 99999: expected a port"),
         ("start --repair-state ACTIV", "Did you mean 'ACTIVE'?"),
         ("start --step slow", "--step slow"),
-        ("start", "an emulator is already running in"),
-        ("start --detach", "an emulator is already running in"),
         ("inject explode x", "there is no fault 'explode'"),
         ("inject frieze x", "Did you mean 'freeze'?"),
         ("inject fail none-such", "There is no node 'none-such'"),
@@ -218,6 +226,22 @@ def test_bad_input_of_emulator_is_explained(run, words, said):
     assert (code, out) == (ExitCode.USER, "")
     assert said in err
     assert len(err.splitlines()) <= 2
+
+
+@pytest.mark.parametrize("more", [[], ["--detach"]])
+def test_a_second_emulator_in_one_folder_is_a_conflict(run, more):
+    code, out, err = run("emulator", "start", *more)
+    assert (code, out) == (ExitCode.CONFLICT, "")
+    assert "an emulator is already running in" in err
+    assert "--state DIR starts another" in err
+
+
+def test_a_folder_that_cannot_hold_an_emulator_is_wrong_input(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    for more in ([], ["--detach"]):
+        code, out, err = run("emulator", "start", "--state", f"{tmp_path}/file/state", *more)
+        assert (code, out) == (ExitCode.USER, "")
+        assert f"the state directory {tmp_path}/file/state cannot be written: Not a directory" in err
 
 
 def test_faults_capacity_and_status_through_the_command(run, name):

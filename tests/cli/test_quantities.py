@@ -92,6 +92,15 @@ def test_a_size_must_be_whole():
         quantities.size("1.5", "--seq")
 
 
+def test_a_count_is_said_to_be_a_whole_number_which_may_be_zero_where_that_makes_sense():
+    assert quantities.whole("0", "--failures", zero=True) == 0
+    with pytest.raises(UserError, match=r"--slices 0: expected a whole number above 0, such as 4 or 2k\."):
+        quantities.whole("0", "--slices")
+    for text in ("1.5", "few", "-1"):
+        with pytest.raises(UserError, match=r": expected a whole number, such as 0, 4 or 2k\."):
+            quantities.whole(text, "--failures", zero=True)
+
+
 def test_bytes_are_no_billions():
     with pytest.raises(UserError, match="expected 34MB"):
         quantities.byte_count("3bb", "BYTES")

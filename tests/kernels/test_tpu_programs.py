@@ -119,3 +119,24 @@ def test_the_compiled_step_multiplies_and_gathers_in_fp8_and_calls_the_kernels_o
     gathered = Counter(re.findall(r"= \(?(\w+)\[\S* all-gather", text))
     assert gathered["f8e4m3fn"] >= 8
     assert "f8e5m2[" in text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ways", "calls", "collectives"),
+    [
+        # The kernel of a window runs beside that without, and forward again in the backward pass.
+        ("all_gather", 2, {"fwd": 4, "dkv": 2}, {"all_gather", "reduce_scatter"}),
+        ("ulysses", 2, {"fwd": 4, "dkv": 2}, {"all_to_all"}),
+        # Each chunk with itself, late with early ones, then two pairs in the loop of rounds and in the last one.
+        ("ring", 4, {"fwd": 4 * 7, "dkv": 2 * 7}, {"collective_permute"}),
+    ],
+)
+def test_divided_rows_call_the_kernel(strategy, ways, calls, collectives, tmp_path):
+    model = tmp_path / "windows.toml"
+    model.write_text(WINDOWS)
+    context = [f"context_strategy={strategy}", f"ici_context_parallelism={ways}", "sequence_length=1024"]
+    program = lowered("v5p:2x2x1", f"model={model}", "global_batch_size=2", *context)
+    found = kernels(program)
+    assert {re.search("_(fwd|dkv)_", name)[1]: n for name, n in found.items()} == calls
+    for collective in collectives:
+        assert f"stablehlo.{collective}" in program.as_text(), collective

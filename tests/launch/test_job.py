@@ -14,7 +14,7 @@ import pytest
 from slicewise.cli import main
 from slicewise.config import load_config
 from slicewise.errors import ExitCode, UserError
-from slicewise.launch import job
+from slicewise.launch import elastic, job
 from slicewise.launch.job_folder import PIECE_BYTES, Claim, JobFolder, JobSpec
 from slicewise.launch.policy import Tally
 from slicewise.launch.worker_files import WorkerFiles, pack_code, unpack_code
@@ -65,7 +65,7 @@ def start(tmp_path):
             os.kill(job.find(record.name).supervisor, signal.SIGKILL)
 
 
-def eventually(condition, timeout_s=30.0):
+def eventually(condition, timeout_s=120.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
@@ -110,7 +110,7 @@ def test_a_job_can_be_looked_into_from_its_start_to_its_end(start, capsys):
 
 @pytest.mark.multiprocess
 def test_a_job_whose_supervisor_was_killed_says_so_and_can_be_taken_up_again(start, capsys):
-    record = start("if attempt == 1: time.sleep(60)")
+    record = start("if attempt == 1: time.sleep(600)")
     eventually(lambda: record.folder.progress(1))
     assert "has a supervisor" in printed(capsys, "supervise", "demo", code=ExitCode.CONFLICT)
     os.kill(record.supervisor, signal.SIGKILL)
@@ -125,11 +125,11 @@ def test_a_job_whose_supervisor_was_killed_says_so_and_can_be_taken_up_again(sta
 
 @pytest.mark.multiprocess
 def test_a_cancelled_job_ends_also_when_nobody_supervises_it(start, capsys):
-    record = start("time.sleep(60)")
+    record = start("time.sleep(600)")
     eventually(lambda: record.folder.progress(1))
     assert "asked to save and end" in printed(capsys, "cancel", "demo")
     eventually(lambda: job.status(record).state == "cancelled")
-    record = start("time.sleep(60)", "other")
+    record = start("time.sleep(600)", "other")
     eventually(lambda: record.folder.progress(1))
     os.kill(record.supervisor, signal.SIGKILL)
     eventually(lambda: not job.is_supervised(record))
@@ -190,6 +190,20 @@ def test_a_local_job_trains_to_its_last_step_and_ends_with_its_code(run_toml, ca
     assert "the same input would fail again" in said
 
 
+def test_slices_of_an_emulated_job_can_be_taken_away_and_given_back(start, capsys):
+    record = start("")
+    eventually(lambda: job.status(record).state == "done")
+    assert "slice 0 not there from now on" in printed(capsys, "absent", "demo", "0")
+    assert elastic.present(record.folder, record.folder.spec())[0] == frozenset()
+    assert "expected one of 0 to 0" in printed(capsys, "absent", "demo", "1", code=ExitCode.USER)
+    assert "expected numbers" in printed(capsys, "absent", "demo", "one", code=ExitCode.USER)
+    assert "all slices are there" in printed(capsys, "absent", "demo")
+    assert elastic.present(record.folder, record.folder.spec())[0] == {0}
+    fields = {**vars(record), "target": "slurm"}
+    job.save(job.Record(**fields))
+    assert "only slices of an emulated cluster" in printed(capsys, "absent", "demo", code=ExitCode.USER)
+
+
 def test_the_config_of_a_job_is_resolved_and_says_where_the_run_is(run_toml, capsys, tmp_path):
     shown = printed(capsys, "submit", run_toml, "learning_rate=0.5", *LOCAL, "--dry-run")
     config = tomllib.loads(shown)
@@ -221,6 +235,9 @@ def test_the_config_of_a_job_is_resolved_and_says_where_the_run_is(run_toml, cap
         (["--target", "queued-resource", "--type", "v6e-16"], "no emulator is running"),
         (["--target", "queued-resource", "--type", "v6e-16", "--project", "my-project", "--zone", "us-east5-a"],
          "is a path of this machine, and the workers of a queued-resource job are elsewhere"),
+        ([*LOCAL, "--replacement-wait", "-1"], "--replacement-wait"),
+        ([*LOCAL, "elastic=accumulate", "min_slices=2"], "min_slices = 2 is more than the 1 slices"),
+        (["--target", "slurm", "elastic=batch"], "elastic = batch goes with --target local or queued-resource"),
         (["--target", "slurm", "--sbatch", "nodes=2"], "nodes is decided by the job"),
         (["--target", "slurm", "--cpu-devices", "2", "ici_fsdp_parallelism=3"], "does not divide|is not the 2 devices"),
     ],

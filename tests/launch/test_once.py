@@ -73,7 +73,7 @@ class Pods:
         """Exit codes of all pods of one restart."""
         started = [self.start(slice_id, restart) for slice_id in range(2)]
         for process in started:
-            process.communicate(timeout=60)
+            process.communicate(timeout=180)
         return [process.returncode for process in started]
 
 
@@ -90,7 +90,7 @@ def pods(tmp_path, monkeypatch):
 def test_pods_end_with_the_code_that_the_platform_is_to_act_on(pods):
     pods.submit("""
         if attempt == 1:
-            os._exit(75) if rank else time.sleep(60)
+            os._exit(75) if rank else time.sleep(600)
         print(os.environ["SLICEWISE_COORDINATOR"])
     """)
     assert pods.run() == [ExitCode.RESTART, ExitCode.RESTART]
@@ -112,41 +112,42 @@ def test_a_pod_that_fails_because_of_wrong_input_elsewhere_says_so_whichever_the
 
 
 def test_the_job_is_not_done_before_all_of_its_pods_are(pods):
-    pods.submit("time.sleep(1.5 * rank)")
-    first = pods.start(0)
-    second = pods.start(1)
-    while pods.job.progress(1) is None:
+    pods.submit("""
+        while rank and not os.path.exists(os.path.join(os.path.dirname(sys.argv[0]), "go")):
+            time.sleep(0.02)
+    """)
+    first, second = pods.start(0), pods.start(1)
+    while not ((claim := pods.job.current()) and any(r.kind == "ended" for r in pods.job.reports(claim))):
         time.sleep(0.02)
-    time.sleep(0.7)
     assert pods.job.result(SUBMISSION) is None
-    assert [first.wait(30), second.wait(30)] == [0, 0]
+    (pods.folder / "go").write_text("")
+    assert [first.wait(120), second.wait(120)] == [0, 0]
     assert pods.job.result(SUBMISSION).state == "done"
 
 
 def test_a_pod_left_over_from_an_earlier_restart_stops_its_trainer(pods):
-    pods.submit("time.sleep(60 if attempt == 1 else 0)", budgets=Budgets(failures=0))
+    pods.submit("time.sleep(600 if attempt == 1 else 0)", budgets=Budgets(failures=0))
     old = [pods.start(slice_id) for slice_id in range(2)]
     while not all(b"step" in pods.job.log(1, place) for place in ("s0h0", "s1h0")):
         time.sleep(0.02)
     assert pods.run(restart=1) == [0, 0]
     for process in old:
-        assert "a later attempt has begun" in process.communicate(timeout=30)[0]
+        assert "a later attempt has begun" in process.communicate(timeout=120)[0]
         assert process.returncode == ExitCode.DONE
     late = pods.start(1, restart=0)
-    assert "restart 1 of the gang has begun, this is 0" in late.communicate(timeout=30)[0]
+    assert "restart 1 of the gang has begun, this is 0" in late.communicate(timeout=120)[0]
 
 
 def test_a_cancelled_job_is_asked_to_save(pods):
     pods.submit("""
         signal.signal(signal.SIGTERM, lambda *_: os._exit(76))
-        emit(event="step", step=2, steps=9)
-        time.sleep(60)
+        print("ready", flush=True)
+        time.sleep(600)
     """)
 
     def cancel():
-        while (pods.job.progress(1) or {}).get("step") is None:
+        while not all(b"ready" in pods.job.log(1, place) for place in ("s0h0", "s1h0")):
             time.sleep(0.02)
-        time.sleep(1)
         pods.job.ask_to_cancel(SUBMISSION)
 
     thread = threading.Thread(target=cancel)
@@ -167,7 +168,7 @@ def test_a_cancelled_job_is_asked_to_save(pods):
 )
 def test_a_pod_without_its_labels_says_what_is_missing(pods, environment, said):
     pods.submit("")
-    output, _ = (process := pods.start(0, **environment)).communicate(timeout=30)
+    output, _ = (process := pods.start(0, **environment)).communicate(timeout=120)
     assert process.returncode == ExitCode.USER
     assert said in output
 
@@ -176,6 +177,6 @@ def test_a_damaged_job_is_refused_with_its_place(pods):
     pods.submit("")
     document = json.loads((pods.folder / "job" / "job.json").read_text())
     (pods.folder / "job" / "job.json").write_text(json.dumps(document | {"slices": 0}))
-    output, _ = (process := pods.start(0)).communicate(timeout=30)
+    output, _ = (process := pods.start(0)).communicate(timeout=120)
     assert process.returncode == ExitCode.USER
     assert "job.json: slices: Input should be greater than 0" in output

@@ -4,7 +4,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slicewise.launch.output import MAX_LINE_CHARS, TAIL_LINES, LineReader, Log
+from slicewise.launch.output import MAX_LINE_CHARS, TAIL_LINES, LineReader, Log, without_chatter
 
 
 def read_all(chunks):
@@ -64,3 +64,11 @@ def test_a_full_disk_ends_the_log_with_one_reason():
     log = Log(Path("/dev/full"))
     assert "No space left" in (log.write(b"x") or "")
     assert log.write(b"x") is None
+
+
+@given(st.lists(st.integers(1, 60)))
+def test_lines_of_gloo_are_left_out_however_the_bytes_arrive(cuts):
+    data = b"one\n[Gloo] Rank 0 is connected to 1 peer ranks.\ntwo\nRank 1: number of connected peer ranks is: 1\nth"
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    chunks = (data[start:end] for start, end in itertools.pairwise(edges))
+    assert b"".join(without_chatter(chunks)) == b"one\ntwo\nth"

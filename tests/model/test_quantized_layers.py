@@ -102,8 +102,13 @@ def right(tmp_path_factory):
             ["quantization=int8", "quantization_scaling=axis", "ici_expert_parallelism=2"],
             0.995,
         ),
+        (
+            DENSE + EXPERTS,
+            ["quantization=fp8", "ici_context_parallelism=2", "context_strategy=ulysses"],
+            0.995,
+        ),
     ],
-    ids=["dense", "calibrated", "experts", "expert parallelism"],
+    ids=["dense", "calibrated", "experts", "expert parallelism", "context parallelism"],
 )
 def test_gradients_of_a_layer_point_the_way_of_bfloat16(model, overrides, least, right, tmp_path):
     got, ranges = gradients(tmp_path, model, *overrides)

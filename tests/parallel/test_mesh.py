@@ -59,7 +59,7 @@ def test_dcn_part_of_every_axis_is_slowest_and_each_block_is_one_slice(ici, dcn)
 def test_mesh_axes_carry_the_configured_degrees():
     config = load_config(None, ["ici_tensor_parallelism=2", "ici_fsdp_parallelism=-1"]).config
     mesh = build_mesh(config, by_slice(jax.devices()))
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 4, "expert": 1, "tensor": 2}
+    assert {axis: n for axis, n in mesh.shape.items() if n > 1} == {"fsdp": 4, "tensor": 2}
 
 
 def test_slices_of_different_size_are_refused_with_their_counts():

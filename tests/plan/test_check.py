@@ -21,7 +21,11 @@ CLUSTER = slices.cluster("v5p:4x4x12")
         ),
         (MIXTRAL, {"expert": 16, "fsdp": 12}, "16 does not divide the 8 experts of mixtral-8x7b; .* is 8"),
         (LLAMA, {"pipeline": 3, "fsdp": 64}, "3 does not divide the 32 layers of llama3-8b; .* is 4"),
-        (LLAMA, {"context": 192}, "192 does not divide sequences of 8192 tokens; .* is 4"),
+        (
+            LLAMA,
+            {"context": 192},
+            "192 does not divide sequences of 8192 tokens into two chunks a device; .* is 64",
+        ),
         (LLAMA, {"fsdp": 192}, "global batch of 256 sequences cannot be divided over 192 .* is 192"),
     ],
 )

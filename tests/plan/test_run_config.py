@@ -92,8 +92,56 @@ def test_a_layout_with_an_expert_axis_is_priced_and_written(dispatch):
 
 
 def test_what_no_key_can_ask_for_is_named():
-    beyond = candidate(Layout(Degrees(fsdp=2, context=2, data=2), Degrees(data=2), 64, 2))
-    assert run_config.beyond_config(beyond) == ("ici context 2",)
+    planned = candidate(Layout(Degrees(fsdp=8), Degrees(data=2), 64))
+    beyond = replace(planned, recipe=replace(planned.recipe, precision="fp8"))
+    assert run_config.beyond_config(beyond) == ("precision fp8",)
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+def test_a_layout_with_a_context_axis_is_priced_and_written(strategy):
+    shape = model_shape(model.load("llama3-8b"))
+    place = slices.cluster("v5p:2x2x4")
+    asked = [
+        "sequence_length=16384",
+        "global_batch_size=4",
+        "ici_context_parallelism=4",
+        "ici_fsdp_parallelism=4",
+    ]
+    config = config_of("model=llama3-8b", *asked, f"context_strategy={strategy}")
+    planned = run_config.priced(config, shape, place)
+    assert (planned.layout.ici.context, planned.recipe.context_exchange) == (4, strategy)
+    assert planned.estimate.communication_s["context"] > 0
+    values = run_config.config_values(run_config.workload_of(config, shape), planned, model="llama3-8b")
+    again = run_config.priced(with_overrides(RunConfig(), run_config.as_overrides(values)), shape, place)
+    assert (again.layout, again.recipe) == (planned.layout, planned.recipe)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["dcn_context_parallelism=2", "ici_fsdp_parallelism=8"],
+            "dcn_context_parallelism = 2: .* cannot be priced",
+        ),
+        (
+            ["ici_context_parallelism=8", "sequence_length=24"],
+            "context = 8 does not divide .* two chunks a device",
+        ),
+        (
+            ["ici_context_parallelism=8", "context_strategy=ulysses"],
+            "tensor x context = 8 does not divide the kv heads of demo-1m; use all_gather or ring",
+        ),
+        (
+            ["model=demo-moe", "moe_dispatch=capacity", "ici_context_parallelism=2"],
+            "moe_dispatch = capacity counts the tokens .* use dropless",
+        ),
+    ],
+)
+def test_a_context_axis_that_cannot_be_is_not_priced(overrides, message):
+    config = config_of(*overrides)
+    dcn = 2 if "dcn_context_parallelism=2" in overrides else 1
+    with pytest.raises(UserError, match=message):
+        run_config.priced(config, model_shape(model.load(config.model.model)), slices.cluster("v5e:2x4", dcn))
 
 
 def test_changes_name_the_key_or_say_there_is_none():
@@ -101,8 +149,8 @@ def test_changes_name_the_key_or_say_there_is_none():
     then = candidate(Layout(Degrees(fsdp=4, context=2), Degrees(data=2), 64, 2))
     found = {c.what: c for c in run_config.changes(now, then)}
     assert set(found) == {"fsdp over ICI", "context over ICI", "accumulation steps"}
+    assert found["context over ICI"].key == "ici_context_parallelism"
     assert (found["fsdp over ICI"].key, found["fsdp over ICI"].now) == ("ici_fsdp_parallelism", "8")
-    assert found["context over ICI"].key is None
     assert (found["accumulation steps"].key, found["accumulation steps"].then) == (
         "gradient_accumulation_steps",
         "2",

@@ -166,7 +166,7 @@ def test_a_place_that_cannot_be_written_is_said(compiled_step, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--trace .*file/a.json") as e:
         timeline.write(compiled_step("tiny_v5e_decode"), str(tmp_path / "file" / "a.json"))
-    assert e.value.code == ExitCode.INTERNAL
+    assert e.value.code == ExitCode.USER
 
 
 def test_a_step_without_loops_has_parts_only(compiled_step):

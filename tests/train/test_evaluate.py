@@ -120,7 +120,7 @@ def test_the_score_depends_on_neither_the_layout_nor_the_batch(trained):
     trained.use_devices(1)
     one = evaluate(run_of(trained), None, ["global_batch_size=1"])
     trained.use_devices(8)
-    layout = ["ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"]
+    layout = ["ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_context_parallelism=2"]
     many = evaluate(run_of(trained), None, layout)
     assert many.tokens == one.tokens
     assert many.loss == pytest.approx(one.loss, rel=1e-5)

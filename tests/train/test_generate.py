@@ -33,7 +33,7 @@ class Model:
 
     def new_tokens(self, rows, count, sampling=GREEDY, end_id=NEVER):
         with jax.set_mesh(self.mesh):
-            return _continue(self.step, self.params, rows, count, sampling, end_id)
+            return _continue(self.step, self.params, rows, count, sampling, frozenset({end_id}))
 
     def logits(self, tokens):
         """[T, V] of one full forward pass without a cache."""
@@ -102,7 +102,7 @@ def test_when_every_row_has_ended_nothing_more_is_computed(model):
     calls = []
     counting = type(model.step)(model.step.prefill, lambda *a: calls.append(1) or model.step.decode(*a))
     with jax.set_mesh(model.mesh):
-        assert _continue(counting, model.params, [prompt], 50, GREEDY, new[0]) == [[]]
+        assert _continue(counting, model.params, [prompt], 50, GREEDY, frozenset({new[0]})) == [[]]
     assert calls == []
 
 

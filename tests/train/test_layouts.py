@@ -1,6 +1,7 @@
-"""Mixtures of experts, with plain and with latent attention, compute over several axes what one device does."""
+"""Every layout computes what one device does: dense models, mixtures of experts, latent attention."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import pytest
 
 from slicewise.catalog.model import Experts, LatentAttention, ModelSpec
 from slicewise.config import load_config
+from slicewise.kernels.attention.api import Kernel
 from slicewise.model import transformer
+from slicewise.parallel import context
 from slicewise.parallel.cluster import SliceDevices
 from slicewise.parallel.expert import Dispatch
 from slicewise.parallel.mesh import build_mesh
@@ -20,6 +23,10 @@ from slicewise.train.objective import Weights, counts, objective
 # Of float32 sums in another order: relative to the loss, and to the largest entry of each gradient.
 LOSS_RTOL, GRADIENT_RTOL = 1e-6, 1e-5
 
+DENSE = ModelSpec(
+    name="dense", source="test", layers=2, d_model=32, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab=96,
+    sliding_window=6, global_every=2, attention_sinks=True, attention_softcap=3.0, position="learned", max_context=16,
+)  # fmt: skip
 MOE = ModelSpec(
     name="moe", source="test", layers=2, d_model=32, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab=96,
     experts=Experts(experts=8, per_token=2, d_ff=16),
@@ -35,26 +42,45 @@ MLA = ModelSpec(
     ),
     prediction_layers=1,
 )  # fmt: skip
+LATENT = ModelSpec(
+    name="latent", source="test", layers=1, d_model=32, heads=4, kv_heads=4, head_dim=12, d_ff=64, vocab=96,
+    latent_attention=LatentAttention(kv_lora_rank=16, nope_head_dim=8, rope_head_dim=4, v_head_dim=8),
+    prediction_layers=1,
+)  # fmt: skip
 DROPLESS, TIGHT, CAPACITY = Dispatch(), Dispatch("dropless", 0.5), Dispatch("capacity", 1.0)
 
-TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches
+TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, what else is asked for
     (MOE, DROPLESS, 1, {"expert": 8}, {}, 1),
     (MOE, TIGHT, 1, {"fsdp": 2, "expert": 4}, {}, 2),
     (MOE, CAPACITY, 1, {"data": 2, "expert": 2, "tensor": 2}, {}, 1),
     (MLA, TIGHT, 2, {"expert": 2, "tensor": 2}, {"fsdp": 2}, 2),
+    # Four rows on eight devices: each gets less than one.
+    (DENSE, DROPLESS, 2, {"fsdp": 2, "context": 2}, {"context": 2}, 1, {"strategy": "all_gather"}),
+    (
+        DENSE,
+        DROPLESS,
+        1,
+        {"data": 2, "context": 2, "tensor": 2},
+        {},
+        2,
+        {"strategy": "ring", "packed": False},
+    ),
+    (MOE, TIGHT, 1, {"context": 2, "expert": 4}, {}, 1, {"strategy": "ulysses"}),
+    (LATENT, DROPLESS, 1, {"fsdp": 2, "context": 4}, {}, 1, {"strategy": "all_gather"}),
 ]
 
 
 def label(row):
-    spec, dispatch, _, ici, dcn, steps = row
+    spec, dispatch, _, ici, dcn, steps, *more = row
     axes = [f"{n}{k}" for k, n in ici.items()] + [f"dcn{n}{k}" for k, n in dcn.items()]
-    return "-".join([spec.name, dispatch.kind, *axes, *(["accumulated"] if steps > 1 else [])])
+    asked = [str(value) for what in more for key, value in what.items() if key != "packed"]
+    return "-".join([spec.name, dispatch.kind, *axes, *(["accumulated"] if steps > 1 else []), *asked])
 
 
-def batch_of(spec):
-    """Packed rows with joints and padding."""
+def batch_of(spec, packed):
+    """Packed rows with joints and padding, or each of one document."""
     rng = np.random.default_rng(0)
-    B, T = 16, 16
+    B, T = 16 if spec.experts else 4, 16
     segments = np.sort(rng.integers(1, 4, (B, T)), axis=1)
     segments[3:, 13:] = 0
     starts = np.concatenate([np.ones((B, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
@@ -62,10 +88,12 @@ def batch_of(spec):
     tokens, targets = rng.integers(0, spec.vocab, (2, B, T))
     ends = np.concatenate([starts[:, 1:], np.ones((B, 1), bool)], axis=1)
     targets[ends | (segments == 0)] = -1
+    if not packed:
+        segments, positions = np.ones((B, T)), np.tile(np.arange(T), (B, 1))
     return {"tokens": tokens, "targets": targets, "segment_ids": segments, "positions": positions}
 
 
-def compiled(spec, dispatch, slices, ici, dcn, steps):
+def compiled(spec, dispatch, slices, ici, dcn, steps, more=types.MappingProxyType({})):
     """(the mesh, the compiled function of (params, batch) to ((objective, terms), gradients))."""
     degrees = {f"{net}_{axis}_parallelism": 1 for net in ("ici", "dcn") for axis in ("data", "fsdp")}
     for network, asked in (("ici", ici), ("dcn", dcn)):
@@ -76,17 +104,23 @@ def compiled(spec, dispatch, slices, ici, dcn, steps):
     array[:] = jax.devices()[:count]
     mesh = build_mesh(config, SliceDevices(array.reshape(slices, -1)))
     weights = Weights(z_loss=1e-3, prediction=0.3, balance=0.01)
+    strategy = more.get("strategy", "all_gather")
+    kernel = Kernel(more.get("kernel", "reference"), strategy=strategy)
+    order = context.order(16, mesh.shape["context"], strategy)
+    order = slice(None) if order is None else order
 
     def differentiate(params, batch):
         def one(params, part):
             whole = counts(batch)
-            return objective(params, spec, part, whole, weights, dtype=jnp.float32, dispatch=dispatch)
+            how = {"dtype": jnp.float32, "dispatch": dispatch, "kernel": kernel}
+            return objective(params, spec, part, whole, weights, **how)
 
         return accumulated(jax.value_and_grad(one, has_aux=True), params, batch, steps)
 
     with jax.set_mesh(mesh):
         sharding = jax.NamedSharding(mesh, partition("batch", "sequence"))
-        batch = {k: jax.device_put(v.astype(np.int32), sharding) for k, v in batch_of(spec).items()}
+        rows = batch_of(spec, more.get("packed", True))
+        batch = {k: jax.device_put(v.astype(np.int32)[:, order], sharding) for k, v in rows.items()}
         params = jax.jit(lambda: transformer.init(spec, jax.random.key(0)))()
         program = jax.jit(differentiate).lower(params, batch).compile()
     return program, params, batch
@@ -94,13 +128,13 @@ def compiled(spec, dispatch, slices, ici, dcn, steps):
 
 @pytest.fixture(scope="module")
 def alone():
-    """The results of one device, by model and by whether choices are dropped."""
+    """The results of one device, by model, by whether choices are dropped, and by whether rows are packed."""
     found = {}
 
-    def result(spec, dispatch):
-        key = (spec.name, dispatch.kind)
+    def result(spec, dispatch, packed=True):
+        key = (spec.name, dispatch.kind, packed)
         if key not in found:
-            program, params, batch = compiled(spec, dispatch, 1, {"fsdp": 1}, {}, 1)
+            program, params, batch = compiled(spec, dispatch, 1, {"fsdp": 1}, {}, 1, {"packed": packed})
             found[key] = program(params, batch)
         return found[key]
 
@@ -109,8 +143,9 @@ def alone():
 
 @pytest.mark.parametrize("row", TABLE, ids=label)
 def test_every_layout_gives_the_loss_and_every_gradient_of_one_device(alone, row, capfd):
-    spec, dispatch, *_ = row
-    (one_total, one_terms), one_gradients = alone(spec, dispatch)
+    spec, dispatch, _, ici, _, _, *more = row
+    more = more[0] if more else {}
+    (one_total, one_terms), one_gradients = alone(spec, dispatch, more.get("packed", True))
     program, params, batch = compiled(*row)
     (total, terms), gradients = program(params, batch)
     np.testing.assert_allclose(total, one_total, rtol=LOSS_RTOL)
@@ -121,5 +156,8 @@ def test_every_layout_gives_the_loss_and_every_gradient_of_one_device(alone, row
         assert scale > 0 or name.endswith("balance_bias"), name
         np.testing.assert_allclose(ours[name], wanted[name], atol=GRADIENT_RTOL * scale, rtol=0, err_msg=name)
     axes = re.findall(r"all-to-all\(.*?replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", program.as_text())
-    assert set(axes) == {"'expert'"}
+    exchanged = (["'expert'"] if "expert" in ici else []) + (
+        ["'context'"] if more.get("strategy") == "ulysses" else []
+    )
+    assert sorted(set(axes)) == sorted(exchanged)
     assert "rematerialization" not in capfd.readouterr().err.lower()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -19,7 +20,7 @@ from slicewise.errors import ExitCode
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-STEPS, EVERY = 24, 6
+STEPS, EVERY = 60, 15
 CONFIG = f"""
 [run]
 steps = {STEPS}
@@ -73,21 +74,35 @@ class Place:
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
-    def kill_when(self, condition, *arguments, victim=None, **options):
-        """Starts the run and, once ``condition()``, kills the process, or rank ``victim`` of the cluster it runs."""
+    def kill_when(self, condition, *arguments, **options):
+        """Starts the run and, once ``condition()``, kills the process, and with it what it runs."""
         with self.started(*arguments, **options) as process:
             wait_for(condition, process)
             below = ranks(process.pid)
-            os.kill(process.pid if victim is None else below[victim], signal.SIGKILL)
+            process.kill()
             code = process.wait(60)
-        assert code == (-signal.SIGKILL if victim is None else ExitCode.INTERNAL), self.output()
+        assert code == -signal.SIGKILL, self.output()
         wait_for(lambda: not any(map(is_alive, below.values())))
 
-    def kill_in_a_save(self, *arguments, victim=None, attempts=3):
+    def preempt_when(self, condition, *arguments, victim=None, **options):
+        """As ``kill_when``, with one SIGTERM, at rank ``victim`` of a cluster if one is given; what it then prints.
+
+        It ends by itself, having saved.
+        """
+        with self.started(*arguments, **options) as process:
+            wait_for(condition, process)
+            below = ranks(process.pid)
+            os.kill(process.pid if victim is None else below[victim], signal.SIGTERM)
+            code = process.wait(60)
+        assert code == ExitCode.PREEMPTED, self.output()
+        assert not any(map(is_alive, below.values()))
+        return self.output()
+
+    def kill_in_a_save(self, *arguments, attempts=3):
         """Kills while a save is under way: it leaves an unfinished step that was not there before."""
         before = self.unfinished()
         for _ in range(attempts):
-            self.kill_when(lambda: self.unfinished() - before, *arguments, victim=victim)
+            self.kill_when(lambda: self.unfinished() - before, *arguments)
             if self.unfinished() - before:
                 return
         pytest.fail("every save was done before the kill arrived")
@@ -196,9 +211,17 @@ def test_killed_before_the_first_checkpoint_a_run_starts_over(place, undisturbed
     assert_same(place, undisturbed)
 
 
-def test_killed_in_a_save_in_a_restore_and_in_a_step_a_run_resumes(place, undisturbed):
+def stopped_after(output):
+    return int(re.search(r"stops after step (\d+): checkpoint", output)[1])
+
+
+def test_asked_to_stop_and_killed_in_a_save_in_a_restore_and_in_a_step_a_run_resumes(place, undisturbed):
+    stopped = stopped_after(place.preempt_when(lambda: place.has_taken(2)))
+    assert 2 < stopped < EVERY
+    assert place.completed() == [stopped]
     place.kill_in_a_save()
-    place.kill_when(lambda: place.completed() and place.has_taken(EVERY))
+    assert f"resumes after step {stopped}:" in place.output()
+    place.kill_when(lambda: place.completed()[-1] >= EVERY and place.has_taken(EVERY))
     done = place.completed()[-1]
     place.kill_when(lambda: "restore ..." in place.output())
     assert place.completed()[-1] == done
@@ -217,10 +240,12 @@ def test_killed_after_the_end_a_run_says_that_it_is_complete(place, undisturbed)
     assert_same(place, undisturbed)
 
 
-def test_a_cluster_of_which_a_part_or_all_is_killed_resumes(place, undisturbed_cluster):
-    place.kill_in_a_save(*CLUSTER, victim=1)
-    place.kill_when(lambda: place.completed() and place.has_taken(EVERY), *CLUSTER, victim=0)
+def test_a_cluster_that_is_killed_or_of_which_a_part_is_asked_to_stop_resumes(place, undisturbed_cluster):
+    """Parts that are killed: tests/launch/chaos."""
     place.kill_in_a_save(*CLUSTER)
+    output = place.preempt_when(lambda: place.has_taken(EVERY + 2), *CLUSTER, victim=1)
+    assert "SIGTERM: saves and stops, within 60 s" in output
+    assert EVERY + 2 < stopped_after(output) == place.completed()[-1] < STEPS
     place.run(*CLUSTER)
     assert_same(place, undisturbed_cluster)
 

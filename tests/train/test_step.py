@@ -144,11 +144,12 @@ def test_the_optimisers_state_is_kept_as_asked():
         ["global_batch_size=6"],
         ["gradient_accumulation_steps=3"],
         ["ici_tensor_parallelism=8", "ici_fsdp_parallelism=1"],
+        ["ici_context_parallelism=4", "sequence_length=36"],
     ],
 )
 def test_what_does_not_divide_is_refused_before_compiling(overrides):
     config = load_config(None, [*TINY, *overrides]).config
-    with pytest.raises(UserError, match="does not divide|is not a multiple"):
+    with pytest.raises(UserError, match="does not divide|is not a multiple|does not fall into"):
         build_train_step(config, build_mesh(config, devices(8)))
 
 

@@ -1,5 +1,6 @@
 """The few calls of Orbax that the store makes, without its chatter and with its real errors."""
 
+import errno
 import gc
 import importlib
 import logging
@@ -17,11 +18,28 @@ from etils import epath
 from slicewise.checkpoint.manifest import MANIFEST, STATE
 
 OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
+BARRIER_TIMEOUT_S = (
+    60  # of Orbax's own barriers around short actions, for which it has no option; its default is 300
+)
+SAVE_TIMEOUT_S = 1200  # from the start of a save until the slowest process has written its part
+# What the storage says when it cannot serve now, in the words of TensorStore and its drivers.
+_OUT_OF_REACH = (
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "RESOURCE_EXHAUSTED",
+)
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 Arrays = Mapping[str, jax.Array]
 
 
 class ReadError(Exception):
-    """Orbax could not load; the text is the innermost cause."""
+    """Orbax could not load; the text is the innermost cause. ``is_damage``: of the content, not of the storage."""
+
+    def __init__(self, cause: str, *, is_damage: bool):
+        super().__init__(cause)
+        self.is_damage = is_damage
 
 
 class Orbax:
@@ -38,20 +56,20 @@ class Orbax:
             return ocp.save_checkpointables_async(path, {STATE: arrays, MANIFEST: manifest}, overwrite=True)
 
     def load(self, path: epath.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Loads the named arrays. Raises ReadError."""
+        """Loads the named arrays, without waiting for other processes. Raises ReadError."""
         ocp = self._module()
         make_noisy = _hide_noise(path)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             try:
-                with _context(ocp):
+                with _context(ocp, alone=True):
                     loaded = ocp.load_checkpointables(path, {STATE: arrays})[STATE]
                 make_noisy()  # not after a failure, which other threads and abandoned tasks will yet report
                 return loaded
             except Exception as e:
-                cause = reason(e)
+                cause, is_damage = reason(e), _is_damage(e)
             gc.collect()  # frees the failed tasks, which complain of it: here, where it is hidden
-        raise ReadError(cause)
+        raise ReadError(cause, is_damage=is_damage)
 
     def close(self) -> None:
         self._import.join()
@@ -61,16 +79,24 @@ class Orbax:
         logger = logging.getLogger("absl")
         if _drop_chatter not in logger.filters:
             logger.addFilter(_drop_chatter)
-        return importlib.import_module("orbax.checkpoint").v1
+        ocp = importlib.import_module("orbax.checkpoint").v1
+        package = ocp.Context.__module__.partition(".context.")[0]
+        barriers = importlib.import_module(f"{package}.synchronization.multihost")
+        vars(barriers)["_DEFAULT_BARRIER_TIMEOUT"] = BARRIER_TIMEOUT_S
+        return ocp
 
 
-def _context(ocp: Any) -> Any:
+def _context(ocp: Any, *, alone: bool = False) -> Any:
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=MANIFEST)
     context = ocp.Context()
     context.checkpointables.registry = registry
     context.pytree.loading.partial_load = True  # the store has compared the trees by then
     context.array.saving.use_compression = False
+    context.asynchronous.timeout_secs = SAVE_TIMEOUT_S
+    if alone:  # else the processes that can load wait minutes at a barrier for one that cannot
+        context.multiprocessing.active_processes = {jax.process_index()}
+        context.multiprocessing.primary_host = jax.process_index()
     context.asynchronous.create_directories_asynchronously = False  # a failure would leave threads waiting
     return context
 
@@ -106,6 +132,17 @@ def _hide_noise(path: epath.Path) -> Callable[[], None]:
     sys.unraisablehook = unraisable
     logger.addFilter(about_others)
     return undo
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether what was read is at fault, or absent; else the storage could not be reached, or refused."""
+    while (inner := error.__cause__) is not None and str(inner):
+        error = inner
+    if isinstance(error, OSError) and error.errno:
+        return error.errno in _ABSENT
+    if match := OS_ERROR.search(str(error)):
+        return int(match[1]) in _ABSENT
+    return not any(word in str(error) for word in _OUT_OF_REACH)
 
 
 def reason(error: BaseException) -> str:

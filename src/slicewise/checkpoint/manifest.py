@@ -20,7 +20,16 @@ FORMAT = 1
 STATE, MANIFEST = "state", "manifest"
 WRITTEN_MARK = "_CHECKPOINT_METADATA"  # after all else is durable
 COMMIT_MARK = "commit_success.txt"  # last; object stores, which cannot rename, have no other sign
+QUARANTINE_MARK = "quarantined.txt"  # ours, with the reason why the step is never restored
 UNFINISHED_INFIX = ".orbax-checkpoint-tmp"
+
+
+class DamagedStep(UserError):
+    """A step is complete by its marks, and its content is not what was saved."""
+
+    def __init__(self, what: str, advice: str = ""):
+        super().__init__(f"{what} {advice}".rstrip(), code=ExitCode.INTERNAL)
+        self.what = what
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ def read_manifest(directory: str, step: int) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         damage = f"not the expected JSON ({type(e).__name__}: {e})"
     if damage:
-        raise UserError(f"{path} is damaged: {damage}. {advice(directory, step)}", code=ExitCode.INTERNAL)
+        raise DamagedStep(f"{path} is damaged: {damage}.", advice(directory, step))
     if found != FORMAT:
         raise UserError(f"{path} has format {found}, this version reads {FORMAT}: use the one that saved it.")
     return Manifest(
@@ -100,10 +109,39 @@ def complete_steps(directory: str) -> list[int]:
 
 
 def is_complete(directory: str, step: int) -> bool:
+    return not why_incomplete(directory, step)
+
+
+def why_incomplete(directory: str, step: int) -> str:
+    """Why a step cannot be restored, in words; empty when it is complete."""
     path = epath.Path(directory) / str(step)
-    parts = (COMMIT_MARK, WRITTEN_MARK, f"{MANIFEST}/data.json", STATE)
     with _readable(path):
-        return all((path / part).exists() for part in parts)
+        if (path / QUARANTINE_MARK).exists():
+            return f"{QUARANTINE_MARK} says why"
+        for part in (COMMIT_MARK, WRITTEN_MARK, f"{MANIFEST}/data.json", STATE):
+            if not (path / part).exists():
+                return f"it has no {part}" if names(path) else "it is empty"
+    return ""
+
+
+def quarantine(directory: str, step: int, reason: str) -> None:
+    """Marks a step, which is never restored then; the next save of this step replaces it."""
+    path = epath.Path(directory) / str(step)
+    with _readable(path):
+        (path / QUARANTINE_MARK).write_text(f"{reason}\n")
+
+
+def passed_over(directory: str, step: int) -> list[str]:
+    """A line on each entry that looks like a checkpoint newer than ``step``, and is none that can be used."""
+    lines = []
+    for name in names(epath.Path(directory)):
+        stem, infix, _ = name.partition(UNFINISHED_INFIX)
+        if not _is_step(stem) or int(stem) <= step:
+            continue
+        why = "its save was cut short" if infix else why_incomplete(directory, int(stem))
+        if why:
+            lines.append(f"{epath.Path(directory) / name} is not used: {why}.")
+    return lines
 
 
 def unfinished(directory: str) -> list[str]:

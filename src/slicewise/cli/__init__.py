@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from slicewise import __version__
 from slicewise.cli import (
     bench,
+    chaos,
     compile,
     emulator,
     flags,
+    goodput,
     job,
     plan,
     plan_more,
@@ -98,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     flags.register(verbs)
     emulator.register(verbs)
     job.register(verbs)
+    goodput.register(verbs)
+    chaos.register(verbs)
     qr.register(verbs)
     run.register(verbs)
     return parser

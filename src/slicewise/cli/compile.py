@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from slicewise.compile.beside import Comparison
     from slicewise.compile.compiler import Depth
 
-PROGRAMS = ("update", "init", "evaluate", "prefill", "decode")
+PROGRAMS = ("update", "init", "evaluate", "prefill", "decode", "restore")
 
 
 def register(verbs: Verbs) -> None:
@@ -57,6 +57,8 @@ def _compile(arguments: argparse.Namespace) -> int:
     config, cluster = load(arguments).config, hardware.cluster(arguments)
     if arguments.search:
         return compile_more.search(arguments, config, cluster)
+    if arguments.program == "restore":
+        return compile_more.restore(arguments, config, cluster, timeout_s)
     depth: Depth = "full" if arguments.serialize else arguments.depth
     request = Request(config, cluster, arguments.program, depth, bool(arguments.serialize))
     step = analyse(compile_request(request, timeout_s=timeout_s, memory_limit_bytes=limit))

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slicewise.cli import quantities
-from slicewise.errors import ExitCode, UserError
+from slicewise.cli import hardware, quantities
+from slicewise.errors import ExitCode, UserError, cannot_write
 
 if TYPE_CHECKING:
     from slicewise.catalog.slices import Cluster
@@ -52,6 +52,10 @@ def check_options(arguments: argparse.Namespace) -> None:
     if arguments.program != "update" and given & {"fix", "search", "serialize"}:
         name = min(given & {"fix", "search", "serialize"})
         raise UserError(f"--{name} is for --program update, the training step.")
+    if arguments.program == "restore" and given & set(FILES):
+        raise UserError(
+            f"--{min(given & set(FILES))} is for what is compiled, and a restore is not; leave it out."
+        )
     for name in sorted(given & set(FILES)):
         _check_writable(name, getattr(arguments, name))
 
@@ -92,6 +96,17 @@ def _write(arguments: argparse.Namespace, best: "Trial") -> str:
 
     write_config(arguments.write, best.changed, note=f"Found by the compiler: {best.name}.")
     return f"{arguments.write}: {best.name}"
+
+
+def restore(arguments: argparse.Namespace, config: "RunConfig", cluster: "Cluster", timeout_s: float) -> int:
+    """Says which part of each array a device holds and what each host has to read."""
+    from slicewise.compile.compiler import Request
+    from slicewise.compile.state_layout import state_layout
+    from slicewise.report import state_layout as report
+
+    found = state_layout(Request(config, cluster, "restore"), timeout_s=timeout_s)
+    hardware.show(arguments, lambda: report.document(found), lambda out: report.show(out, found))
+    return ExitCode.DONE
 
 
 def fix(config: "RunConfig", cluster: "Cluster", timeout_s: float, limit: float | None) -> int:
@@ -137,5 +152,5 @@ def save_executable(step: "CompiledStep", path: str) -> str:
     try:
         shutil.copyfile(cache_directory() / step.request.key / "executable", path)
     except OSError as e:
-        raise UserError(f"executable {path}: {e.strerror}.", code=ExitCode.INTERNAL) from e
+        raise cannot_write(f"--serialize {path}", e) from e
     return f"{path}: the executable"

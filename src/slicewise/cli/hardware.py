@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slicewise.cli import quantities
-from slicewise.errors import UserError
+from slicewise.errors import UserError, cannot_write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -123,5 +123,5 @@ def save_html(path: str, text: str) -> str:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as e:
-        raise UserError(f"--html {path}: {e.strerror}.") from e
+        raise cannot_write(f"--html {path}", e) from e
     return path

@@ -40,6 +40,10 @@ def register(verbs: Verbs) -> None:
     one = sub.add("cancel", _cancel, "let a job save, and end it")
     one.add_argument("name", metavar="NAME")
 
+    one = sub.add("absent", _absent, "take slices of an emulated cluster away from a job, or give them back")
+    one.add_argument("name", metavar="NAME")
+    one.add_argument("slices", nargs="*", metavar="SLICE", help="those that are not there (default: all are)")
+
     one = sub.add(
         "supervise", _supervise, "look after a job again, whose supervisor has died with its machine"
     )
@@ -67,6 +71,8 @@ def _takes_run(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--stop-grace", default="60s", metavar="T", help="time to save when stopped (default 60s)"
     )
+    replacement = "of an elastic run: from the loss of a slice until it goes on without (default 5min)"
+    one.add_argument("--replacement-wait", default="5min", metavar="T", help=replacement)
     one.add_argument("--python", metavar="PROGRAM", help="Python of the workers, which has slicewise")
     one.add_argument("--wait", action="store_true", help="stay until the job has ended, and show its log")
     one.add_argument("--dry-run", action="store_true", help="print what would be submitted, and stop")
@@ -139,9 +145,10 @@ def _load(arguments: argparse.Namespace) -> "LoadedConfig":
 def _follow(record: "Record") -> int:
     """The log of worker 0 until the job has ended; its exit code. Ctrl-C leaves the job alone."""
     from slicewise.launch import job
+    from slicewise.launch.output import without_chatter
 
     try:
-        _write(job.log(record, None, None, follow=True))
+        _write(without_chatter(job.log(record, None, None, follow=True)))
         last = job.wait(record)
     except KeyboardInterrupt:
         print(f"\njob {record.name} goes on; 'slicewise job cancel {record.name}' ends it.", file=sys.stderr)
@@ -240,6 +247,20 @@ def _cancel(arguments: argparse.Namespace) -> None:
     from slicewise.launch import job
 
     print(f"job {arguments.name}: {job.cancel(job.find(arguments.name))}", file=sys.stderr)
+
+
+def _absent(arguments: argparse.Namespace) -> None:
+    from slicewise.launch import elastic, job
+
+    record = job.find(arguments.name)
+    if record.target != "local":
+        raise UserError(
+            f"job '{record.name}' runs on {record.target}: only slices of an emulated cluster can be taken away."
+        )
+    slices = quantities.coordinates(",".join(arguments.slices), "SLICE") if arguments.slices else ()
+    elastic.set_absent(record.folder, record.folder.spec(), slices)
+    what = f"{elastic.several(slices)} not there from now on" if slices else "all slices are there"
+    print(f"job {record.name}: {what}", file=sys.stderr)
 
 
 def _supervise(arguments: argparse.Namespace) -> None:

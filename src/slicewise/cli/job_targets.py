@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from slicewise.launch.job import Record
     from slicewise.launch.job_folder import JobSpec
 
+ELASTIC = ("local", "queued-resource")  # targets that may begin with fewer slices
 COMMAND = ("-m", "slicewise", "train", "{config}")
 # options that belong to one target only, and the targets that take them
 ONLY = {
@@ -73,10 +74,17 @@ def _spec(
     from slicewise.launch import job
     from slicewise.launch.job_folder import JobSpec
     from slicewise.launch.policy import Budgets, Watch
+    from slicewise.train.elastic import sizes
 
+    per_slice = hosts_per_slice * devices_per_host
     if devices_per_host:
-        per_slice = hosts_per_slice * devices_per_host
         resolve_degrees(loaded.config, num_slices=slices, devices_per_slice=per_slice)
+    elastic = loaded.config.parallelism.elastic
+    if elastic != "off" and arguments.target not in ELASTIC:
+        raise UserError(
+            f"elastic = {elastic} goes with --target {' or '.join(ELASTIC)}: on {arguments.target} the platform"
+            " starts all slices or none; set it to off."
+        )
     name = arguments.name or job.name_of_run(loaded.config.run.run_name)
     job.check_name(name)
     directory = job.run_directory(loaded.config.directory, arguments.target, shared=shared)
@@ -89,6 +97,7 @@ def _spec(
         slices=slices,
         hosts_per_slice=hosts_per_slice,
         cpu_devices=cpu_devices,
+        elastic_sizes=sizes(loaded.config, all_slices=slices, devices_per_slice=per_slice),
         budgets=Budgets(
             failures=_count(arguments.max_failures, "--max-failures"),
             preemptions=_count(arguments.max_preemptions, "--max-preemptions"),
@@ -97,6 +106,9 @@ def _spec(
             start_timeout_s=quantities.seconds(arguments.start_timeout, "--start-timeout"),
             stall_timeout_s=quantities.seconds(arguments.stall_timeout, "--stall-timeout"),
             stop_grace_s=quantities.seconds(arguments.stop_grace, "--stop-grace"),
+            replacement_wait_s=quantities.seconds(
+                arguments.replacement_wait, "--replacement-wait", zero=True
+            ),
         ),
         environment=job.environment_of(arguments.env),
         working_directory=str(Path.cwd()) if shared and not arguments.code else "",
@@ -106,7 +118,7 @@ def _spec(
 
 def _count(text: str, what: str) -> int:
     """A whole number, 0 included."""
-    return 0 if text.strip() == "0" else quantities.whole(text, what)
+    return quantities.whole(text, what, zero=True)
 
 
 def _write(arguments: argparse.Namespace, spec: "JobSpec", root: str) -> "JobSpec":

@@ -304,6 +304,7 @@ def _scp(arguments: argparse.Namespace) -> int:
     *sources, target = arguments.paths
     if not sources:
         raise UserError("scp needs a source and a target: qr scp NAME FILE :PATH, or qr scp NAME :PATH FILE.")
+    ssh.check_copy(sources, target, recursive=arguments.recursive)
     workers = _chosen(arguments)
     if len(workers) > 1 and not target.startswith(":"):
         raise UserError(f"{len(workers)} workers would overwrite each other's {target}: copy from one.")

@@ -19,12 +19,13 @@ def size(text: str, what: str) -> int:
 
     Raises UserError unless it is a whole number above 0 (and at most `MOST`).
     """
-    return _whole(text, what, 1024, "8192, 8k or 16M (k and M are powers of two here)")
+    return _whole(text, what, 1024, "8192, 8k or 16M; k and M are powers of two here")
 
 
-def whole(text: str, what: str) -> int:
-    """A count: 4, 1k (= 1000). Raises UserError unless it is a whole number above 0 (and at most `MOST`)."""
-    return _whole(text, what, 1000, "4 or 2k")
+def whole(text: str, what: str, *, zero: bool = False) -> int:
+    """A count: 4, 1k (= 1000). Raises UserError unless it is a whole number above 0, or 0 with ``zero`` (and at
+    most `MOST`)."""
+    return _whole(text, what, 1000, "4 or 2k", zero=zero)
 
 
 def amount(text: str, what: str) -> float:
@@ -63,17 +64,18 @@ def coordinates(text: str, what: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _whole(text: str, what: str, base: int, expected: str) -> int:
-    value = _scaled(text, what, base, expected)
+def _whole(text: str, what: str, base: int, examples: str, *, zero: bool = False) -> int:
+    expected = f"a whole number{'' if zero else ' above 0'}, such as {'0, ' * zero}{examples}"
+    value = _scaled(text, what, base, expected, zero=zero)
     if value != int(value):
-        raise _wrong(text, what, f"a whole number such as {expected}")
+        raise _wrong(text, what, expected)
     if value > MOST:
         raise UserError(f"{what} {text}: expected at most 2^53.")
     return int(value)
 
 
-def _scaled(text: str, what: str, base: int, expected: str) -> float:
-    number, suffix = _split(text, what, expected)
+def _scaled(text: str, what: str, base: int, expected: str, *, zero: bool = False) -> float:
+    number, suffix = _split(text, what, expected, zero=zero)
     if suffix not in POWERS:
         raise _wrong(text, what, expected)
     return number * base ** POWERS[suffix]

@@ -1,15 +1,17 @@
 """The verbs that compute: train, generate, evaluate; and config, which shows what they would do."""
 
 import argparse
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slicewise.cli.verbs import Verbs
-from slicewise.errors import ExitCode
 
 if TYPE_CHECKING:
     from slicewise.config import AxisDegrees, LoadedConfig, RunConfig
     from slicewise.launch.targets.local import ClusterShape
+
+LEAVING_S = 5.0  # from a checkpoint that is complete to the end of the process that was asked to stop
 
 
 def register(verbs: Verbs) -> None:
@@ -17,6 +19,10 @@ def register(verbs: Verbs) -> None:
     takes_config(sub)
     local = "emulate a cluster here: slices x hosts per slice x devices per host, such as 2x2x2"
     sub.add_argument("--local", metavar="SxHxD", help=local)
+    start = "with --local: most time without a sign of life before the first step (default 30min)"
+    sub.add_argument("--start-timeout", default="30min", metavar="T", help=start)
+    stall = "with --local: most time without progress after it (default 5min)"
+    sub.add_argument("--stall-timeout", default="5min", metavar="T", help=stall)
 
     sub = verbs.add("config", _config, "print the resolved config, with where each value came from")
     takes_config(sub)
@@ -30,6 +36,15 @@ def register(verbs: Verbs) -> None:
     sub.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
     sub.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest that sum to P")
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples (default 0)")
+    sub.add_argument(
+        "--chat", action="store_true", help="prompts are what a user says; print the answers only"
+    )
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="replace a key of the run's config")
+
+    sub = verbs.add("export", _export, "write a trained model as a Hugging Face folder, adapters merged")
+    sub.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one step: RUN/checkpoints/STEP")
+    sub.add_argument("folder", metavar="FOLDER", help="where to write; must not exist or be empty")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="replace a key of the run's config")
 
     sub = verbs.add("evaluate", _evaluate, "loss and perplexity of a trained model on text")
     sub.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one step: RUN/checkpoints/STEP")
@@ -53,28 +68,50 @@ def load(arguments: argparse.Namespace) -> "LoadedConfig":
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    config = load(arguments).config
-    if arguments.local:
-        return _train_locally(arguments, config)
-    from slicewise.train.progress import dump_stacks_when_asked
+    gc.disable()  # little of what is loaded and traced up to the first step is garbage; the loop turns it on
+    try:
+        config = load(arguments).config
+        if arguments.local:
+            return _train_locally(arguments, config)
+        from slicewise.train.progress import dump_stacks_when_asked
 
-    dump_stacks_when_asked()  # before the slow imports, which may be where it is stuck
-    from slicewise.train.loop import train
+        dump_stacks_when_asked()  # before the slow imports, which may be where it is stuck
+        from slicewise.train.preemption import Preemption
 
-    train(config)
-    return ExitCode.DONE
+        with Preemption() as preemption:
+            from slicewise.train.loop import train
+
+            return train(config, preemption)
+    finally:
+        gc.enable()
 
 
 def _train_locally(arguments: argparse.Namespace, config: "RunConfig") -> int:
     from rich.console import Console
 
+    from slicewise.cli import quantities
+    from slicewise.launch.policy import Watch
     from slicewise.launch.targets.local import parse_shape, run_local
+
+    watch = Watch(
+        start_timeout_s=quantities.seconds(arguments.start_timeout, "--start-timeout"),
+        stall_timeout_s=quantities.seconds(arguments.stall_timeout, "--stall-timeout"),
+    )
 
     shape = parse_shape(arguments.local)
     _degrees(config, shape)  # a mismatch is refused before anything starts
     command = ["-m", "slicewise", "train", *filter(None, [arguments.config]), *arguments.overrides]
     command += ["--debug"] if arguments.debug else []
-    return run_local(command, shape, log_directory=config.local_directory / "logs", console=Console())
+    here = config.local_directory
+    return run_local(
+        command,
+        shape,
+        log_directory=here / "logs",
+        console=Console(),
+        run_directory=here,
+        stop_grace_s=config.faults.stop_grace_s + LEAVING_S,
+        watch=watch,
+    )
 
 
 def _degrees(config: "RunConfig", shape: "ClusterShape") -> "AxisDegrees":
@@ -103,8 +140,22 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     prompts = arguments.prompt or [""]
-    for text in generate(arguments.checkpoint, prompts, arguments.max_tokens, sampling):
+    for text in generate(
+        arguments.checkpoint,
+        prompts,
+        arguments.max_tokens,
+        sampling,
+        arguments.overrides,
+        is_chat=arguments.chat,
+    ):
         print(text)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from slicewise.train.export import export
+
+    files, parameters = export(arguments.checkpoint, arguments.folder, arguments.overrides)
+    print(f"{arguments.folder}: {parameters:,} parameters in {', '.join(files)}")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

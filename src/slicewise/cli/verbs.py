@@ -1,6 +1,7 @@
 """How a verb is added to the command line."""
 
 import argparse
+import re
 from collections.abc import Callable
 
 Verb = Callable[[argparse.Namespace], int | None]
@@ -15,6 +16,8 @@ class Verbs:
     def add(self, name: str, verb: Verb, help: str) -> argparse.ArgumentParser:
         """A parser for ``name`` that runs ``verb``."""
         parser = self._subparsers.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+        # the value of an option, such as -2x2, is judged by who reads it, and not taken for an unknown option
+        parser._negative_number_matcher = re.compile(r"-\d")
         parser.add_argument("--debug", action="store_true", help="show tracebacks")
         parser.set_defaults(verb=verb)
         return parser

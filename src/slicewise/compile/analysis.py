@@ -12,6 +12,7 @@ from slicewise.compile.memory import Memory, memory_of
 from slicewise.compile.places import places
 from slicewise.compile.schedule import COPY, HOST, SPARSECORE, Replay, Totals, replay
 from slicewise.compile.work import Describer
+from slicewise.costs.adapters import with_adapters
 from slicewise.costs.device import Device, device_of
 from slicewise.costs.flops import model_flops
 from slicewise.costs.shapes import model_shape
@@ -139,7 +140,7 @@ def _estimate(
     where: Mapping[str, tuple[str, str]],
 ) -> StepEstimate:
     config, cluster, totals = request.config, request.cluster, played.totals
-    shape = model_shape(load_spec(config.model.model))
+    shape = with_adapters(model_shape(load_spec(config.model.model)), config.adapters)
     seq, batch = config.data.sequence_length, config.data.global_batch_size
     tokens = {"decode": batch, "init": 0}.get(request.program, batch * seq)
     compute: dict[str, float] = {}

@@ -1,6 +1,7 @@
 """A compiled step beside the planner's price of the same config, line by line, the largest difference first."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from slicewise.compile.compiler import Request
@@ -16,7 +17,7 @@ MEMORY = {
     "optimizer": (("optimizer",), ("optimizer",)),
     "saved activations": (("activations",), ("saved activations",)),
     "temporaries": (
-        ("gradients", "working set", "logits"),
+        ("copies of weights", "gradients", "working set", "logits"),
         (
             "gradients",
             "copies of weights",
@@ -29,6 +30,8 @@ MEMORY = {
         ),
     ),
 }
+
+_WEIGHT_AXES = {"fsdp", "expert", "context"}  # over which the planner has one line for weights, that of fsdp
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,11 @@ def differences(planned: StepEstimate, compiled: StepEstimate) -> tuple[Line, ..
         Line(name, "s", planned.compute_s.get(name, 0.0), compiled.compute_s.get(name, 0.0))
         for name in {**planned.compute_s, **compiled.compute_s}
     ]
+    compiled = replace(
+        compiled,
+        communication_s=_by_planned_axis(compiled.communication_s),
+        exposed_s=_by_planned_axis(compiled.exposed_s),
+    )
     for axis in {**planned.communication_s, **compiled.communication_s}:
         known = axis in planned.communication_s
         before = planned.exposed_s.get(axis, 0.0) if known else None
@@ -99,6 +107,16 @@ def differences(planned: StepEstimate, compiled: StepEstimate) -> tuple[Line, ..
     ]
     held.append(Line("on the host", "bytes", planned.host_bytes, compiled.host_bytes))
     return tuple(_ordered(seconds) + _ordered(held))
+
+
+def _by_planned_axis(seconds: Mapping[str, float]) -> dict[str, float]:
+    """By the planner's names of axes: what is gathered over fsdp and other axes at once is weights."""
+    found: dict[str, float] = {}
+    for label, value in seconds.items():
+        network, axes = ("dcn ", label[4:]) if label.startswith("dcn ") else ("", label)
+        name = "fsdp" if "fsdp" in axes and set(axes.split(" x ")) <= _WEIGHT_AXES else axes
+        found[network + name] = found.get(network + name, 0.0) + value
+    return found
 
 
 def _ordered(lines: list[Line]) -> list[Line]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from slicewise.compile.analysis import CompiledStep
-from slicewise.errors import UserError
+from slicewise.errors import UserError, cannot_write
 from slicewise.interop.huggingface import load_spec
 
 SLOWER = 0.02  # that a predicted step may be slower than the stored one
@@ -77,4 +77,4 @@ def write(path: str, step: CompiledStep) -> None:
     try:
         Path(path).write_text(Stored.of(step).model_dump_json(indent=1) + "\n")
     except OSError as e:
-        raise UserError(f"stored result {path}: {e.strerror}.") from e
+        raise cannot_write(f"--check {path}", e) from e

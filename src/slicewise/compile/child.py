@@ -8,6 +8,7 @@ schedule is there when no more is wanted. It writes facts.json before it compile
 
 import ctypes
 import json
+import math
 import os
 import signal
 import sys
@@ -57,6 +58,9 @@ def compile_program(request: dict[str, Any], directory: Path) -> None:
     cluster = slices.cluster(request["slice"], request["num_slices"])
     config = RunConfig(**request["config"])
     mesh = build_mesh(config, by_slice(absent_devices(cluster)))
+    if request["program"] == "restore":
+        (directory / "arrays.json").write_text(json.dumps(held_arrays(config, mesh)))
+        return
     program = build_program(request["program"], config, mesh)
     with jax.set_mesh(mesh):
         lowered = program.function.lower(*program.abstract_arguments)
@@ -74,6 +78,48 @@ def compile_program(request: dict[str, Any], directory: Path) -> None:
     compiled = lowered.compile()
     if request["serialize"]:
         (directory / "executable").write_bytes(executable.dumps(compiled))
+
+
+def held_arrays(config: Any, mesh: Any) -> dict[str, Any]:
+    """The fields of compile.state_layout's records, for each array of the state."""
+    import jax
+
+    from slicewise.train.step import build_train_step
+
+    state = build_train_step(config, mesh).abstract_state
+    arrays = [
+        held_array(jax.tree_util.keystr(path, simple=True, separator="."), leaf, mesh)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    return {"arrays": arrays, "hosts": len({d.process_index for d in mesh.devices.flat})}
+
+
+def held_array(name: str, leaf: Any, mesh: Any) -> dict[str, Any]:
+    part = leaf.sharding.shard_shape(leaf.shape)
+    parts_of_host: dict[int, set] = {}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        where = tuple((s.start, s.stop) for s in index)
+        parts_of_host.setdefault(device.process_index, set()).add(where)
+    spec = [*leaf.sharding.spec, *[None] * (len(leaf.shape) - len(leaf.sharding.spec))]
+    part_bytes = math.prod(part) * leaf.dtype.itemsize
+    parts = math.prod(whole // piece for whole, piece in zip(leaf.shape, part, strict=True) if piece)
+    return {
+        "name": name,
+        "dtype": leaf.dtype.name,
+        "shape": leaf.shape,
+        "axes": [tuple(a for a in axes_of(dim) if mesh.shape[a] > 1) for dim in spec],
+        "part": part,
+        "copies": mesh.devices.size // parts,
+        "on_host": leaf.sharding.memory_kind == "pinned_host",
+        "bytes_": math.prod(leaf.shape) * leaf.dtype.itemsize,
+        "part_bytes": part_bytes,
+        "host_bytes": part_bytes * max(map(len, parts_of_host.values())),
+    }
+
+
+def axes_of(dim: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return () if dim is None else (dim,) if isinstance(dim, str) else tuple(dim)
 
 
 def place(device: Any) -> list[int]:

@@ -127,7 +127,7 @@ def compile_request(
     Raises UserError when the compiler is absent, refuses the program, crashes, or passes a limit; its log's path is in
     the message.
     """
-    _check(request)
+    check(request)
     kept = cache_directory() / request.key
     if facts := _facts_of(kept):
         return Compiled(request, kept, facts, True)
@@ -196,7 +196,7 @@ def _sweep(cache: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _check(request: Request) -> None:
+def check(request: Request) -> None:
     """Refuses, before anything is started, what the process that compiles would refuse."""
     cluster = request.cluster
     compiler_name(cluster)
@@ -240,6 +240,27 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
+def start(request: Request, work: Path, log: Path, flags: str = "") -> subprocess.Popen:
+    """The process that knows the absent devices, at work on ``request``; what it prints goes to ``log``."""
+    said = {
+        "config": request.config.model_dump(),
+        "slice": request.slice_text,
+        "num_slices": request.cluster.num_slices,
+        "program": request.program,
+        "serialize": request.serialize,
+    }
+    environment = os.environ | SETTINGS | {"XLA_FLAGS": f"{flags} {os.environ.get('XLA_FLAGS', '')}"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slicewise.compile.child", str(work)],
+            stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True,
+        )  # fmt: skip
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(json.dumps(said).encode())
+    return process
+
+
 class _Child:
     """One compiling process: started, watched, stopped."""
 
@@ -250,7 +271,7 @@ class _Child:
     def run(self, timeout_s: float, memory_limit_bytes: float | None) -> dict[str, Any]:
         """Facts of the compile. Raises UserError."""
         start_s, stopped = time.monotonic(), None
-        process = self._start()
+        process = start(self.request, self.work, self.log, f"--xla_dump_to={self.dump} {DUMPS}")
         peak_bytes = 0.0
         try:
             while _running(process):
@@ -277,26 +298,6 @@ class _Child:
             "wall_s": time.monotonic() - start_s,
             "peak_rss_bytes": max(peak_bytes, usage.ru_maxrss * 1024),
         }
-
-    def _start(self) -> subprocess.Popen:
-        flags = f"--xla_dump_to={self.dump} {DUMPS} {os.environ.get('XLA_FLAGS', '')}"
-        request = {
-            "config": self.request.config.model_dump(),
-            "slice": self.request.slice_text,
-            "num_slices": self.request.cluster.num_slices,
-            "program": self.request.program,
-            "serialize": self.request.serialize,
-        }
-        with self.log.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "slicewise.compile.child", str(self.work)],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, env=os.environ | SETTINGS | {"XLA_FLAGS": flags},
-                start_new_session=True,
-            )  # fmt: skip
-        assert process.stdin is not None
-        with process.stdin as pipe:
-            pipe.write(json.dumps(request).encode())
-        return process
 
     def _dumped(self, suffix: str) -> Path | None:
         facts = _read(self.work / "facts.json")

@@ -153,7 +153,7 @@ def memory_of(module: Module, buffers: str, live_ranges: str, limit_bytes: float
 
 def _argument_component(arguments: Mapping[int, Instruction], number: int) -> str:
     name = arguments[number].op_name if number in arguments else ""
-    if ".params" in name or name.startswith("params"):
+    if ".params" in name or ".frozen" in name or name.startswith("params"):
         return "weights"
     if "opt_state" in name:
         return "optimizer"

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from slicewise.config import RunConfig
+from slicewise.errors import UserError
 from slicewise.model import transformer
+from slicewise.parallel import context
 from slicewise.parallel.rules import partition
 from slicewise.train.generate import build_generate_step
 from slicewise.train.step import TrainStep, build_train_step
@@ -28,10 +30,10 @@ def build_program(name: str, config: RunConfig, mesh: Mesh) -> Program:
     """``update`` is a training step, ``init`` makes its first state, ``evaluate`` scores a batch; ``prefill`` reads
     global_batch_size prompts of sequence_length tokens, ``decode`` adds a token to each.
 
-    Raises UserError as build_train_step does.
+    Raises UserError as build_train_step does, and for what generates with a context axis.
     """
     step = build_train_step(config, mesh)
-    params = step.abstract_state.params
+    params = step.weights(step.abstract_state)
     match name:
         case "update":
             return Program(step.update, (step.abstract_state, step.abstract_batch))
@@ -43,6 +45,10 @@ def build_program(name: str, config: RunConfig, mesh: Mesh) -> Program:
 
 
 def _generation(name: str, config: RunConfig, step: TrainStep) -> Program:
+    if (ways := step.mesh.shape[context.AXIS]) > 1:
+        raise UserError(
+            f"{name} cannot divide sequences, and the config asks for context parallelism {ways}; set it to 1."
+        )
     dtype = jnp.dtype(config.model.compute_dtype)
     functions = build_generate_step(step.spec, step.mesh, dtype)
     rows, length = config.data.global_batch_size, config.data.sequence_length
@@ -51,7 +57,7 @@ def _generation(name: str, config: RunConfig, step: TrainStep) -> Program:
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_row)
 
-    params = step.abstract_state.params
+    params = step.weights(step.abstract_state)
     if name == "prefill":
         return Program(functions.prefill, (params, integers(rows, length), integers(rows), length))
     assert name == "decode", name

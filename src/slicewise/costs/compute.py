@@ -164,10 +164,11 @@ def layer_compute(
     for m in layer.matmuls:
         product = matmul_s(m, work, device, recipe)
         q_forward, q_backward = quantise_s(m, work, device, recipe)
-        forward = forward + product + q_forward
-        backward = backward + 2 * product + q_backward
+        beside = sum(matmul_s(narrow, work, device, recipe) for narrow in m.adapter)
+        forward = forward + product + q_forward + beside
+        backward = backward + (1 if m.frozen else 2) * product + q_backward + 2 * beside
         if m.name in again:
-            repeat = repeat + product + q_forward
+            repeat = repeat + product + q_forward + beside
     attend, attend_backward = attention_s(layer.attention, work, device, recipe)
     memory = memory_s(layer, work, device)
     routing = routing_s(layer, work, device, recipe)

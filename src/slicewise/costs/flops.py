@@ -46,6 +46,11 @@ def matmul_flops(m: Matmul) -> float:
     return 2.0 * m.d_in * m.d_out * m.active
 
 
+def backward_flops(m: Matmul) -> float:
+    """FLOPs per token of the backward pass: of its input's gradient, and of the weight's unless it is frozen."""
+    return (1 if m.frozen else 2) * matmul_flops(m)
+
+
 def attention_flops(attention: Attention, logits: float) -> float:
     """FLOPs of the forward pass for ``logits`` query-key pairs of each head: 2 (qk + v) each."""
     return 2.0 * attention.heads * (attention.qk_dim + attention.v_dim) * logits
@@ -60,7 +65,8 @@ def dispatch_flops(layer: Layer, seq: int, recipe: Recipe) -> float:
 
 
 def step_flops(shape: ModelShape, tokens: int, seq: int, recipe: Recipe) -> dict[str, PartFlops]:
-    """FLOPs of one step by part. Backward is twice forward; recomputation follows ``recipe.remat``."""
+    """FLOPs of one step by part. Backward is twice forward, but for frozen matrices, which have no gradient;
+    recomputation follows ``recipe.remat``."""
     useful = dict.fromkeys(("attention projections", "attention", "mlp", "experts", "output"), 0.0)
     total = dict(useful)
     for layer in shape.layers:
@@ -68,10 +74,12 @@ def step_flops(shape: ModelShape, tokens: int, seq: int, recipe: Recipe) -> dict
         n = layer.count * tokens
         for m in layer.matmuls:
             part = part_of(m)
-            runs = 4 if m.name in again else 3
             slots = (recipe.expert_capacity_factor or 1.0) if m.routed else 1.0
-            useful[part] += n * 3 * matmul_flops(m)
-            total[part] += n * runs * slots * matmul_flops(m)
+            for one in (m, *m.adapter):
+                needed = matmul_flops(one) + backward_flops(one)
+                repeated = matmul_flops(one) if m.name in again else 0.0
+                useful[part] += n * needed
+                total[part] += n * slots * (needed + repeated)
         a = layer.attention
         useful["attention"] += n * 3 * attention_flops(a, causal_logits(a, seq) / seq)
         # The backward kernel computes the logits again: five products of which forward has two.
@@ -79,8 +87,9 @@ def step_flops(shape: ModelShape, tokens: int, seq: int, recipe: Recipe) -> dict
         total["attention"] += n * (3.5 + ("context" in again)) * attention_flops(a, logits)
         total["experts"] += n * 4 * dispatch_flops(layer, seq, recipe)
     output = 2.0 * shape.d_model * shape.vocab * (1 + shape.prediction_heads) * tokens
-    useful["output"] = 3 * output
-    total["output"] = output * (3 + (recipe.vocab_tiles > 1) + 2 * recipe.one_hot_embedding)
+    products = 3 if shape.frozen_bytes is None else 2
+    useful["output"] = products * output
+    total["output"] = output * (products + (recipe.vocab_tiles > 1) + 2 * recipe.one_hot_embedding)
     return {part: PartFlops(useful[part], total[part] - useful[part]) for part in useful if total[part]}
 
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from slicewise.catalog.slices import Slice
 from slicewise.costs import torus
@@ -65,6 +65,9 @@ class AttentionKernel:
 
 FLASH = AttentionKernel()
 
+ContextExchange = Literal["all_gather", "ring", "ulysses"]
+CONTEXT_EXCHANGES: tuple[ContextExchange, ...] = get_args(ContextExchange)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -76,7 +79,7 @@ class Recipe:
     attention: AttentionKernel = FLASH
     expert_capacity_factor: float | None = None  # None = dropless (grouped matmul)
     expert_exchange: Literal["all_to_all", "all_gather"] = "all_to_all"
-    context_exchange: Literal["all_gather", "ring", "ulysses"] = "all_gather"
+    context_exchange: ContextExchange = "all_gather"
     context_balanced: bool = True  # causal work spread evenly over the context axis
     context_ulysses: int = 1  # of the context degree, the part that exchanges heads instead of keys
     one_hot_embedding: bool = False  # the lookup as a matmul

@@ -9,15 +9,47 @@ from slicewise.costs.layout import Layout, Number, Recipe
 from slicewise.costs.remat import plain_name, tensor_widths
 from slicewise.costs.shapes import Layer, ModelShape
 
+QUERY_GRADIENTS = (
+    3  # that the fused backward kernel of attention sums at its end (tokamax: dq_reduction_steps)
+)
 MARGIN = 0.04  # share of usable memory kept free: fragmentation, and what this model does not see
 
 
 def local_parameters(shape: ModelShape, layout: Layout) -> Number:
     """Parameters of one device: dense ones are spread over every axis but data, routed ones over no idle
     expert."""
+    return shape.parameters / _spread(layout)
+
+
+def _spread(layout: Layout) -> Number:
     i, d = layout.ici, layout.dcn
-    spread = i.tensor * i.fsdp * i.context * i.expert * d.fsdp * layout.total("pipeline")
-    return shape.parameters / spread
+    return i.tensor * i.fsdp * i.context * i.expert * d.fsdp * layout.total("pipeline")
+
+
+def copied_bytes(shape: ModelShape, layout: Layout, recipe: Recipe) -> Number:
+    """The device's part of all layers' weights in the dtype that products take: compilers narrow wider ones once,
+    before the loop over layers, and not a layer at a time."""
+    stored = recipe.weight_bytes if shape.frozen_bytes is None else shape.frozen_bytes
+    narrowed = sum(layer.count * layer.parameters for layer in shape.layers) if stored > ACT else 0.0
+    return ACT * narrowed / _spread(layout)
+
+
+def trained_parameters(shape: ModelShape, layout: Layout) -> Number:
+    """Parameters of one device that have gradients and optimiser state: all of them, or those of adapters."""
+    if shape.frozen_bytes is None:
+        return local_parameters(shape, layout)
+    i = layout.ici
+    fsdp = i.fsdp * i.context * i.expert * layout.dcn.fsdp
+    layers = sum(layer.count * layer.adapter_parameters(fsdp, i.tensor) for layer in shape.layers)
+    return layers / layout.total("pipeline")
+
+
+def weight_bytes(shape: ModelShape, layout: Layout, recipe: Recipe) -> Number:
+    """Of one device: of what is trained, and of what is frozen beside it."""
+    trained = trained_parameters(shape, layout) * recipe.weight_bytes
+    if shape.frozen_bytes is None:
+        return trained
+    return trained + local_parameters(shape, layout) * shape.frozen_bytes
 
 
 def saved_width(layer: Layer, recipe: Recipe, tensor: Number, *, where: str) -> Number:
@@ -31,27 +63,29 @@ def saved_width(layer: Layer, recipe: Recipe, tensor: Number, *, where: str) -> 
 
 
 def working_bytes(layer: Layer, layout: Layout, tokens: Number, recipe: Recipe) -> Number:
-    """What one layer's backward pass holds at once: the activations of its attention or of its MLP with the
+    """What one layer's backward pass holds at once: all its activations, recomputed before it begins, with the
     gradient of the widest, its gathered weights, and the gradient of one matrix before it is scattered."""
     t, e = layout.ici.tensor, layout.ici.expert
     slots = recipe.expert_capacity_factor or 1.0
-    attention: Number = 2 * layer.d_model / t
-    mlp: Number = 2 * layer.d_model / t
+    # The residual stream at both norms; with a tensor axis also what is gathered for two products and not yet summed.
+    held: Number = 2 * layer.d_model / t + np.where(t > 1, 3.0 * layer.d_model, 0.0)
     widest: Number = 0.0
     for name, (elements, sharded) in tensor_widths(layer).items():
         width = elements * (slots if name.startswith("moe_") else 1.0) / (t if sharded else 1)
         widest = np.maximum(widest, width)
-        if "mlp" in name:
-            mlp = mlp + width
-        else:
-            attention = attention + width
-    mlp = (
-        mlp + 2 * slots * layer.active * layer.d_model / t
+        held = held + width
+    held = (
+        held + 2 * slots * layer.active * layer.d_model / t
     )  # tokens in the order of their experts, both ways
+    if recipe.attention.kind == "flash" and recipe.attention.fused_backward:
+        held = held + QUERY_GRADIENTS * layer.attention.context_width / t
+    held = held + context_width(layer, layout, recipe)
     weights = (layer.parameters - layer.routed_parameters) / t + layer.routed_parameters / (t * e)
     dense = max(m.parameters for m in layer.matmuls if not m.routed)
     largest = np.maximum(dense, max((m.parameters for m in layer.matmuls if m.routed), default=0) / e) / t
-    return ACT * (tokens * (np.maximum(attention, mlp) + widest) + weights + largest)
+    if layer.frozen:
+        largest = 0.0
+    return ACT * (tokens * (held + widest) + weights + largest)
 
 
 def loss_chunks(tokens: Number, d_model: int) -> Number:
@@ -64,13 +98,28 @@ def loss_chunks(tokens: Number, d_model: int) -> Number:
 
 
 def output_bytes(shape: ModelShape, layout: Layout, tokens: Number, recipe: Recipe) -> Number:
-    """Logits in float32 (of a chunk also their gradient), and the gathered output matrix with its float32 gradient."""
-    t = layout.ici.tensor
-    if recipe.loss_in_chunks:
-        logits = (4 + ACT) * tokens * shape.vocab / t / loss_chunks(tokens, shape.d_model)
-    else:
-        logits = 4 * tokens * shape.vocab / t / recipe.vocab_tiles
-    return logits + (ACT + 4) * shape.vocab * shape.d_model / t
+    """Logits in float32 (of a chunk also their gradient), and the gathered output matrix with its float32 gradient.
+    Where all tokens are one chunk, that gradient takes the place of the logits; one that is frozen has none."""
+    columns = shape.vocab / layout.ici.tensor
+    matrix, matrix_gradient = ACT * shape.d_model * columns, 4 * shape.d_model * columns
+    if shape.frozen_bytes is not None:
+        matrix_gradient = 0.0 * matrix_gradient
+    if not recipe.loss_in_chunks:
+        return matrix + matrix_gradient + 4 * tokens * columns / recipe.vocab_tiles
+    chunks = loss_chunks(tokens, shape.d_model)
+    logits = 4 * tokens / chunks * columns
+    wide = np.where(chunks > 1, logits + matrix_gradient, np.maximum(logits, matrix_gradient))
+    return matrix + wide + ACT * tokens / chunks * columns
+
+
+def context_width(layer: Layer, layout: Layout, recipe: Recipe) -> Number:
+    """Elements per token for what attention has of other devices: all keys and values of a row with their gradients,
+    or round a ring one more share of them, and two of their float32 gradients."""
+    n = layout.ici.context
+    shares = n - 1 if recipe.context_exchange == "all_gather" else 0
+    if recipe.context_exchange == "ring":
+        shares = np.where(n > 1, (1 + 2 * 4 / ACT) / 2, 0)
+    return 2 * shares * layer.attention.kv_width / layout.ici.tensor
 
 
 @dataclass(frozen=True)
@@ -79,6 +128,7 @@ class Peak:
 
     weights: Number
     optimizer: Number  # moments, wherever they are
+    copies: Number  # of weights, in the dtype of products
     gradients: Number
     working: Number
     output: Number
@@ -89,15 +139,16 @@ class Peak:
 def peak_bytes(shape: ModelShape, layout: Layout, recipe: Recipe, seq: int) -> Peak:
     micro = layout.accumulation_steps * layout.pipeline_microbatches
     tokens = layout.global_batch * seq / (layout.data_shards * micro)
-    local = local_parameters(shape, layout)
+    trained = trained_parameters(shape, layout)
     working: Number = 0.0
     for layer in shape.layers:
         working = np.maximum(working, working_bytes(layer, layout, tokens, recipe))
     accumulator = np.where(layout.accumulation_steps > 1, 4.0, 0.0) if recipe.gradient_bytes < 4 else 0.0
     return Peak(
-        weights=local * recipe.weight_bytes,
-        optimizer=local * recipe.moment_bytes / recipe.moment_shards,
-        gradients=local * (recipe.gradient_bytes + accumulator),
+        weights=weight_bytes(shape, layout, recipe),
+        optimizer=trained * recipe.moment_bytes / recipe.moment_shards,
+        copies=copied_bytes(shape, layout, recipe),
+        gradients=trained * (recipe.gradient_bytes + accumulator),
         working=working,
         output=output_bytes(shape, layout, tokens, recipe),
         tokens=tokens,
@@ -109,9 +160,9 @@ def memory_bytes(
     shape: ModelShape, layout: Layout, recipe: Recipe, seq: int, *, peak: Peak | None = None
 ) -> dict[str, Number]:
     """Bytes of one device by component, at the peak. That is either the loss (logits and output matrix) or
-    the last layer's backward pass (all gradients and a working set), on top of weights, optimiser state and
-    saved activations; the components of the smaller of the two are 0. ``host`` is memory of the host. Moments that are
-    kept there pass through the device a few weights at a time.
+    the last layer's backward pass (all gradients and a working set), on top of weights, their copies for products,
+    optimiser state and saved activations; the components of the smaller of the two are 0. ``host`` is memory of the
+    host. Moments that are kept there pass through the device a few weights at a time.
 
     ``peak`` = `peak_bytes` of the same arguments, where it is known already.
     """
@@ -126,6 +177,7 @@ def memory_bytes(
     return {
         "weights": p.weights,
         "optimizer": 0.0 if recipe.moments_on_host else p.optimizer,
+        "copies of weights": p.copies,
         "gradients": np.where(at_loss & (layout.accumulation_steps == 1), 0.0, p.gradients),
         "activations": ACT * p.in_flight * saved,
         "working set": np.where(at_loss, 0.0, p.working),

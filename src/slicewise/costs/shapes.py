@@ -3,10 +3,11 @@ attention."""
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from slicewise.catalog.model import ModelSpec
 
+Number = Any  # int, float or an array of many layouts
 Sharding = Literal[
     "column", "row", "replicated"
 ]  # by the tensor axis: the output dim, the input dim, neither
@@ -23,10 +24,25 @@ class Matmul:
     experts: int = 1  # copies of the weight, of which a token uses ``active``
     active: int = 1
     bias: bool = False
+    frozen: bool = False  # it has no gradient and no optimiser state
+    rank: int = 0  # of the adapter that is trained beside it, 0 = none
 
     @property
     def parameters(self) -> int:
+        """Of the matrix itself, without its adapter."""
         return (self.d_in + self.bias) * self.d_out * self.experts
+
+    @property
+    def adapter(self) -> tuple["Matmul", ...]:
+        """The two narrow products of its adapter. What is between is whole, so only one side of each is divided."""
+        if not self.rank:
+            return ()
+        into: Sharding = "row" if self.sharding == "row" else "replicated"
+        out: Sharding = "column" if self.sharding == "column" else "replicated"
+        return (
+            Matmul(self.name, self.d_in, self.rank, into),
+            Matmul(self.name, self.rank, self.d_out, out),
+        )
 
     @property
     def routed(self) -> bool:
@@ -64,14 +80,25 @@ class Layer:
     d_model: int
     norm_parameters: int
     post_norms: bool = False
+    frozen: bool = False  # only its adapters are trained
 
     @functools.cached_property
     def parameters(self) -> int:
+        """Without adapters."""
         return sum(m.parameters for m in self.matmuls) + self.norm_parameters
 
     @functools.cached_property
     def routed_parameters(self) -> int:
         return sum(m.parameters for m in self.matmuls if m.routed)
+
+    def adapter_parameters(self, fsdp: Number, tensor: Number) -> Number:
+        """Of one device: of an adapter's two matrices, fsdp divides the one with the embedding's side, tensor the one
+        with the other side."""
+        count: Number = 0
+        for m in self.matmuls:
+            width, other = (m.d_out, m.d_in) if m.sharding == "row" else (m.d_in, m.d_out)
+            count = count + m.rank * (width / fsdp + other / (1 if m.sharding == "replicated" else tensor))
+        return count
 
     @functools.cached_property
     def active(self) -> int:
@@ -101,6 +128,7 @@ class ModelShape:
     tied_embeddings: bool
     other_parameters: int = 0  # final norm, position table, per-layer embedding tables
     prediction_heads: int = 0  # extra passes through the output matrix (multi-token prediction)
+    frozen_bytes: float | None = None  # of a weight where only adapters are trained
 
     @functools.cached_property
     def layer_count(self) -> int:

@@ -12,7 +12,7 @@ from slicewise.costs.compute import ACT, Compute, Shard, layer_compute
 from slicewise.costs.device import Device, device_of
 from slicewise.costs.flops import model_flops
 from slicewise.costs.layout import Layout, Number, Recipe, place
-from slicewise.costs.memory import local_parameters, loss_chunks, memory_bytes, saved_width
+from slicewise.costs.memory import loss_chunks, memory_bytes, saved_width, trained_parameters
 from slicewise.costs.shapes import Layer, ModelShape
 from slicewise.costs.traffic import (
     Network,
@@ -166,7 +166,7 @@ def price(
     communication["pipeline"] = exposed["pipeline"] = hops * micro
     bubble = (stage_s + hops) * layout.accumulation_steps * (stages - 1) / layout.pipeline_repeats
     compute["output"] = output_s(shape, work, device, recipe) * micro
-    parameters = local_parameters(shape, layout)
+    parameters = trained_parameters(shape, layout)
     compute["optimizer"] = optimizer_s(parameters, device, recipe)
     moments_s = moment_copies_s(parameters, device, recipe)
     total = (stage_s + hops) * micro + bubble + compute["output"] + compute["optimizer"] + moments_s
@@ -178,14 +178,16 @@ def price(
 
 def output_s(shape: ModelShape, work: Shard, device: Device, recipe: Recipe) -> Number:
     """Embedding lookup, output matrix and loss of one microbatch: three products a head, and float32 logits
-    written once and read four times; and the float32 gradient of the matrix, read and written again a chunk."""
+    written once and read four times; and the float32 gradient of the matrix, read and written again a chunk. A frozen
+    matrix has no gradient: two products, and no such traffic."""
     c = device.calibration
     heads = 1 + shape.prediction_heads
     columns = work.tokens * shape.vocab / work.tensor
     product = 2.0 * columns * shape.d_model / (device.flops_per_s * c.matmul_efficiency)
-    runs = 3 * heads + (recipe.vocab_tiles > 1) + 2 * recipe.one_hot_embedding
+    trained = shape.frozen_bytes is None
+    runs = (2 + trained) * heads + (recipe.vocab_tiles > 1) + 2 * recipe.one_hot_embedding
     moved = 5 * 4 * columns * heads
-    if recipe.loss_in_chunks:
+    if recipe.loss_in_chunks and trained:
         chunks = loss_chunks(work.tokens, shape.d_model)
         moved = moved + 2 * 4 * (chunks - 1) * heads * shape.vocab * shape.d_model / work.tensor
     return runs * product + moved / (device.hbm_bytes_per_s * c.hbm_efficiency)

@@ -103,8 +103,14 @@ def weight_traffic(layer: Layer, layout: Layout, net: Network, recipe: Recipe) -
     shard = dense / (i.fsdp * i.context * i.expert * n) + routed / (i.fsdp * i.context * n)
     dcn = net.dcn_s(shard * (n - 1))
     reduced = dcn * recipe.gradient_bytes / ACT  # between slices gradients are summed in their own type
+    scatter = ici
+    if layer.frozen:  # only gradients of adapters are scattered
+        adapters = layer.adapter_parameters(1, i.tensor)
+        scatter = net.gather_s(ACT * adapters, {"fsdp": i.fsdp, "context": i.context, "expert": i.expert})
+        sharded = adapters / (i.fsdp * i.context * i.expert * n)
+        reduced = net.dcn_s(recipe.gradient_bytes * sharded * (n - 1))
     eighth = 0.5 if recipe.static_scales and recipe.precision != "bf16" else 1.0
-    return WeightTraffic(ici * eighth, ici, dcn * eighth, reduced)
+    return WeightTraffic(ici * eighth, scatter, dcn * eighth, reduced)
 
 
 def tensor_traffic(
@@ -121,20 +127,25 @@ def tensor_traffic(
 def context_traffic(
     layer: Layer, work: Shard, layout: Layout, net: Network, recipe: Recipe
 ) -> tuple[Number, Number]:
-    """Context parallelism: keys and values are gathered or passed round a ring, or heads are exchanged
-    (Ulysses); the backward pass moves the gradients of keys and values as well."""
+    """Context parallelism, forward and backward.
+
+    Gathered keys and values are gathered again, and their gradients scattered. Round a ring of n go n - 1 shares of
+    them, and n of their float32 gradients; again where the context is recomputed. Heads are exchanged (Ulysses) of
+    queries, keys, values and context, and again with those of their gradients.
+    """
     a, t, n = layer.attention, layout.ici.tensor, layout.ici.context
     ulysses = n if recipe.context_exchange == "ulysses" else np.minimum(recipe.context_ulysses, n)
     ring = n / ulysses
     kv = ACT * work.tokens * a.kv_width / t  # of one share
-    if recipe.context_exchange == "ring":  # neighbours send one way, over one link
-        keys = (ring - 1) * (kv / net.link_bytes_per_s + net.device.hop_s)
-    else:
-        keys = net.gather_s(kv * ring, {"context": ring})
     heads = ACT * work.tokens * (a.heads * a.qk_dim + a.kv_width + a.context_width) / t
     exchange = net.exchange_s(heads * ulysses, {"context": ulysses})
-    runs = 1 + ("context" in recomputed(layer, recipe.remat))
-    return keys + exchange, runs * (keys + exchange) + keys
+    if recipe.context_exchange == "ring":  # neighbours send one way, over one link
+        hop = kv / net.link_bytes_per_s + net.device.hop_s
+        runs = 1 + ("context" in recomputed(layer, recipe.remat))
+        gradients = ring * (4 / ACT * kv / net.link_bytes_per_s + net.device.hop_s)
+        return (ring - 1) * hop + exchange, runs * (ring - 1) * hop + gradients + 2 * exchange
+    keys = net.gather_s(kv * ring, {"context": ring})
+    return keys + exchange, 2 * (keys + exchange)
 
 
 def expert_traffic(
@@ -162,7 +173,10 @@ def gradient_traffic(layer: Layer, layout: Layout, net: Network, recipe: Recipe)
     i, d = layout.ici, layout.dcn
     dense = (layer.parameters - layer.routed_parameters) / (i.tensor * i.fsdp * i.context * i.expert)
     routed = layer.routed_parameters / (i.tensor * i.expert * i.fsdp * i.context)
-    size = recipe.gradient_bytes * (dense + routed) / d.fsdp
+    trained = (dense + routed) / d.fsdp
+    if layer.frozen:
+        trained = layer.adapter_parameters(i.fsdp * i.context * i.expert * d.fsdp, i.tensor)
+    size = recipe.gradient_bytes * trained
     ici = 2 * net.gather_s(size, {"data": i.data})
     return ici, net.dcn_s(2 * size * (d.data - 1) / d.data)
 

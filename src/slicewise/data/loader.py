@@ -4,6 +4,7 @@ Dims: R rows of this host, T tokens of a row.
 """
 
 import functools
+import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slicewise.config import RunConfig
-from slicewise.data import order, packing, sources, tokenizers
+from slicewise.data import chat, order, packing, sources, tokenizers
 from slicewise.errors import UserError
 
 PREFETCHED_BATCHES = 2
@@ -27,7 +28,8 @@ class BatchLoader:
     ``rows`` are the rows of the global batch this host needs, sorted. Row r is the same whichever host reads
     it: a function of the dataset, the seed and the step. ``state`` [R, 2] goes on behind the loader it is of.
     ``held_out`` batches do not depend on the seed and always start at the beginning.
-    ``vocab_size`` is the number of ids the model knows.
+    ``vocab_size`` is the number of ids the model knows. ``fingerprint`` tells datasets and tokenizers apart by
+    content, as far as that can be told without reading the text.
     Raises UserError, also from ``next``, for whatever is wrong with the dataset or the tokenizer.
     """
 
@@ -46,7 +48,10 @@ class BatchLoader:
         assert state is None or (split == "train" and state.shape == (len(rows), 2)), "one state for each row"
         self._error: Exception | None = None
         start = np.zeros((len(rows), 2), np.int64) if state is None else np.array(state, np.int64)
-        self._open = [_open_batches(config, rows, split, start, fresh=state is None, vocab_size=vocab_size)]
+        batches, self.fingerprint, self.chat_template = _open_batches(
+            config, rows, split, start, fresh=state is None, vocab_size=vocab_size
+        )
+        self._open = [batches]
         # Also for a loader that nobody closed: the library's own clean-up fails while the interpreter exits.
         weakref.finalize(self, _close, self._open)
 
@@ -69,6 +74,12 @@ class BatchLoader:
         assert self._open, "the loader is closed"
         return self._open[0].get_state()["rows"].copy()
 
+    @property
+    def skipped(self) -> np.ndarray:
+        """int64 [R]: conversations that had no answer, since this loader was made, of each row."""
+        assert self._open, "the loader is closed"
+        return self._open[0].get_state()["skipped"].copy()
+
     def close(self) -> None:
         """Ends the background thread; the loader is of no use afterwards. May be called twice."""
         _close(self._open)
@@ -88,17 +99,19 @@ def _open_batches(
     *,
     fresh: bool,
     vocab_size: int | None,
-) -> Any:
-    """An iterator over batches with get_state and close."""
-    if config.data.dataset == "synthetic":
-        return SyntheticBatches(config, rows, split, state, vocab_size or SYNTHETIC_VOCAB)
+) -> tuple[Any, dict[str, str], str | None]:
+    """An iterator over batches with get_state and close, the fingerprint of what it reads, and the name of the chat
+    template where there is one."""
+    if config.data.dataset == "synthetic" and not config.data.messages_field:
+        return SyntheticBatches(config, rows, split, state, vocab_size or SYNTHETIC_VOCAB), {}, None
     from grain.experimental import ThreadPrefetchDatasetIterator
 
     documents = TokenizedDocuments(config, split, vocab_size)
     if split == "train" and fresh:
         _check_one_batch(config, documents)
     packed = PackedBatches(documents, rows, state, config.data.sequence_length)
-    return ThreadPrefetchDatasetIterator(packed, PREFETCHED_BATCHES)
+    ahead = ThreadPrefetchDatasetIterator(packed, PREFETCHED_BATCHES)
+    return ahead, documents.fingerprint, documents.chat_template
 
 
 class TokenizedDocuments:
@@ -116,9 +129,18 @@ class TokenizedDocuments:
                 f"tokenizer = '{data.tokenizer}' has {self.tokenizer.vocab_size} ids, but model ="
                 f" '{config.model.model}' knows only {vocab_size}; choose another of the two."
             )
+        self.is_chat = bool(data.messages_field)
+        self._chat = chat.open_chat(data, self.tokenizer) if self.is_chat else None
+        self.chat_template = None if self._chat is None else self._chat.name
         self._source = sources.open_source(data)
         train, held_out = order.split(self._source.files, data.held_out_fraction)
         self._documents = train if split == "train" else held_out
+        listed = "".join(f"{name}\0{int(count)}\n" for name, count in self._source.files)
+        names = hashlib.blake2b(listed.encode(), digest_size=4)
+        self.fingerprint = {
+            "dataset": f"{len(self._source):,} documents ({names.hexdigest()})",
+            "tokenizer": self.tokenizer.fingerprint,
+        }
         self._shards = data.global_batch_size
         # Evaluations of runs that differ in their seed are to be comparable.
         self._shuffled = order.shuffled(len(self._documents), config.run.seed if split == "train" else 0)
@@ -127,17 +149,22 @@ class TokenizedDocuments:
         return len(self._documents)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        """int32 [>= 1]: the i-th document in the order of the source."""
-        return tokenizers.encode_document(self.tokenizer, self._source[self._documents[i]])
+        """int32 [>= 1], of a conversation [2, n]: the i-th document in the order of the source."""
+        document = self._source[self._documents[i]]
+        if self._chat is not None:
+            return self._chat.encode(document)
+        return tokenizers.encode_document(self.tokenizer, document)
 
     def read(self, shard: int, k: int) -> np.ndarray:
-        """int32 [>= 1]: the k-th document of virtual shard ``shard``, at global position shard + k B."""
+        """As [i]: the k-th document of virtual shard ``shard``, at global position shard + k B."""
         return self[self._shuffled(shard + k * self._shards)]
 
 
 def _check_one_batch(config: RunConfig, documents: TokenizedDocuments) -> None:
     """Raises UserError where an epoch is less than one batch; reads as many documents as it takes to know."""
     batch, length = config.data.global_batch_size, config.data.sequence_length
+    if documents.is_chat:
+        return _check_one_conversation_each(documents, batch, length)
     smallest = 1 if documents.tokenizer.begin_id is None else 2
     if len(documents) * smallest >= batch * length:
         return
@@ -152,6 +179,19 @@ def _check_one_batch(config: RunConfig, documents: TokenizedDocuments) -> None:
     )
 
 
+def _check_one_conversation_each(documents: TokenizedDocuments, batch: int, length: int) -> None:
+    """Raises UserError where some row of a batch would have no conversation of its own."""
+    found = 0
+    for i in range(len(documents)):
+        found += packing.has_answer(documents[i][1, :length])
+        if found == batch:
+            return
+    raise UserError(
+        f"{found} of {len(documents)} conversations for training have an answer within sequence_length = {length}"
+        f" tokens, fewer than global_batch_size = {batch}; lower it, raise sequence_length or add some."
+    )
+
+
 class PackedBatches:
     """Endless batches of packed rows, with the state behind the last one; runs in the prefetching thread."""
 
@@ -159,8 +199,9 @@ class PackedBatches:
         self, documents: TokenizedDocuments, rows: Sequence[int], state: np.ndarray, sequence_length: int
     ):
         self._shape = len(rows), sequence_length
-        self._rows = [
-            packing.RowPacker(functools.partial(documents.read, row), (int(done), int(offset)))
+        kind = packing.ConversationPacker if documents.is_chat else packing.RowPacker
+        self._rows: list[packing.Packer] = [
+            kind(functools.partial(documents.read, row), (int(done), int(offset)))
             for row, (done, offset) in zip(rows, state, strict=True)
         ]
 
@@ -171,7 +212,11 @@ class PackedBatches:
         return batch
 
     def get_state(self) -> dict[str, np.ndarray]:
-        return {"rows": np.array([row.state for row in self._rows], np.int64)}
+        skipped = [row.skipped for row in self._rows]
+        return {
+            "rows": np.array([row.state for row in self._rows], np.int64),
+            "skipped": np.array(skipped, np.int64),
+        }
 
 
 class SyntheticBatches:
@@ -200,7 +245,7 @@ class SyntheticBatches:
         }
 
     def get_state(self) -> dict[str, np.ndarray]:
-        return {"rows": self._state}
+        return {"rows": self._state, "skipped": np.zeros(len(self._rows), np.int64)}
 
     def close(self) -> None:
         """Nothing runs in the background."""

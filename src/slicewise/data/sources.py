@@ -13,6 +13,7 @@ import sysconfig
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from slicewise.config import Data
+from slicewise.data.chat import check_messages
 from slicewise.data.files import Files, decode_utf8, find_files, read_bytes, reading, walk
 from slicewise.errors import ExitCode, UserError, did_you_mean
 
@@ -27,20 +29,33 @@ PASSAGE_BYTES = 4096  # of text at least; and PASSAGE_PER_SEQUENCE bytes for eve
 PASSAGE_PER_SEQUENCE = 16
 NEWLINE_WINDOW_BYTES = 4096  # how far before its nominal place a passage may be cut at a newline
 SCAN_BYTES = 16 << 20  # read at once to find the lines of a JSON Lines file
+WITH_FIELDS = ("jsonl", "parquet", "huggingface")  # kinds whose records may hold conversations
 PARQUET_CACHE_BYTES = 512 << 20  # of decoded row groups kept
 # Tests and build results differ between installations of the same Python, or are no text to learn from.
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
+@dataclass(frozen=True)
+class Field:
+    """Where a record holds its document: the field ``name``, which the config's ``key`` says."""
+
+    name: str
+    key: str
+    take: Callable[[Any, Callable[[], str]], Any]  # (value, where it stands) -> the document
+
+
 class Source(Protocol):
-    """A sequence of documents; ``files`` names them: (file, number of its documents), in order."""
+    """A sequence of documents, each text or a conversation (a list of messages).
+
+    ``files`` names them: (file, number of its documents), in order.
+    """
 
     @property
     def files(self) -> Sequence[tuple[str, int]]: ...
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, i: int) -> str: ...
+    def __getitem__(self, i: int) -> Any: ...
 
 
 def open_source(data: Data) -> Source:
@@ -48,6 +63,7 @@ def open_source(data: Data) -> Source:
 
     Raises UserError where nothing is found or readable, where there is no document, or a package is missing.
     """
+    field = _field(data)
     assert data.dataset != "synthetic", "synthetic batches have no source"
     if data.dataset == "python-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
@@ -56,20 +72,32 @@ def open_source(data: Data) -> Source:
         wanted = "a dataset's name" if data.dataset == "huggingface" else "a file, directory or glob"
         raise UserError(f"dataset = '{data.dataset}' needs dataset_path: {wanted}.")
     elif data.dataset == "huggingface":
-        source = HuggingFaceSource(data.dataset_path, data.text_field)
+        source = HuggingFaceSource(data.dataset_path, field)
     else:
         files = find_files(data.dataset, data.dataset_path)
         if data.dataset == "text":
             source = TextSource(files, passage_bytes(data.sequence_length))
         elif data.dataset == "jsonl":
-            source = JsonLinesSource(files, data.text_field)
+            source = JsonLinesSource(files, field)
         elif data.dataset == "parquet":
-            source = ParquetSource(files, data.text_field)
+            source = ParquetSource(files, field)
         else:
             source = ArrayRecordSource(files)
     if len(source) == 0:
         raise UserError(f"dataset {data.dataset} {data.dataset_path} holds no document; give it some text.")
     return source
+
+
+def _field(data: Data) -> Field:
+    if not data.messages_field:
+        name = data.text_field
+        return Field(name, "text_field", lambda value, where: _text(value, where, name))
+    if data.dataset not in WITH_FIELDS:
+        raise UserError(
+            f"messages_field = '{data.messages_field}': dataset = '{data.dataset}' has no fields;"
+            f" expected dataset = {', '.join(WITH_FIELDS)}."
+        )
+    return Field(data.messages_field, "messages_field", check_messages)
 
 
 def passage_bytes(sequence_length: int) -> int:
@@ -103,14 +131,14 @@ class FileSource(abc.ABC):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, i: int) -> str:
+    def __getitem__(self, i: int) -> Any:
         if not 0 <= i < len(self):
             raise IndexError(i)
         file = bisect_right(self._ends, i)
         return self._read(file, i - (self._ends[file - 1] if file else 0))
 
     @abc.abstractmethod
-    def _read(self, file: int, k: int) -> str:
+    def _read(self, file: int, k: int) -> Any:
         """Document ``k`` of file number ``file``."""
 
 
@@ -157,14 +185,14 @@ def _cut(content: bytes, nominal: int, window: int) -> int:
 
 
 class JsonLinesSource(FileSource):
-    """JSON Lines: the string in ``field`` of each line that is not blank, found by the lines' offsets."""
+    """JSON Lines: the document in ``field`` of each line that is not blank, found by the lines' offsets."""
 
-    def __init__(self, files: Files, field: str):
+    def __init__(self, files: Files, field: Field):
         self._field = field
         self._lines = [_line_bounds(path) for _, path in files]
         super().__init__(files, [len(lines) for lines in self._lines])
 
-    def _read(self, file: int, k: int) -> str:
+    def _read(self, file: int, k: int) -> Any:
         path, (start, end) = self._paths[file], self._lines[file][k].tolist()
         line = read_bytes(path, start, end - start)
 
@@ -178,9 +206,9 @@ class JsonLinesSource(FileSource):
             raise UserError(f"{where()} is not JSON: {e}.") from e
         if not isinstance(record, dict):
             raise UserError(f"{where()} is no JSON object but {type(record).__name__}.")
-        if self._field not in record:
+        if self._field.name not in record:
             raise _no_field(where(), self._field, list(record))
-        return _text(record[self._field], where, self._field)
+        return self._field.take(record[self._field.name], where)
 
 
 def _line_bounds(path: str) -> np.ndarray:
@@ -209,9 +237,9 @@ def _line_number(path: str, offset: int) -> int:
 
 
 class ParquetSource(FileSource):
-    """Parquet: the string column ``field``, decoded by whole row groups, of which the last used are kept."""
+    """Parquet: the column ``field``, decoded by whole row groups, of which the last used are kept."""
 
-    def __init__(self, files: Files, field: str):
+    def __init__(self, files: Files, field: Field):
         self._parquet = _import("pyarrow.parquet", "pyarrow", "text")
         self._field = field
         self._group_ends: list[list[int]] = []
@@ -239,24 +267,25 @@ class ParquetSource(FileSource):
     def _check(self, path: str, schema: Any) -> None:
         import pyarrow
 
-        if self._field not in schema.names:
+        name, is_text = self._field.name, self._field.key == "text_field"
+        if name not in schema.names:
             raise _no_field(path, self._field, schema.names)
-        kind = schema.field(self._field).type
-        if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-            raise UserError(f"{path}: column '{self._field}' holds {kind}, not text; set text_field.")
+        kind = schema.field(name).type
+        if is_text and kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+            raise UserError(f"{path}: column '{name}' holds {kind}, not text; set text_field.")
 
-    def _read(self, file: int, k: int) -> str:
+    def _read(self, file: int, k: int) -> Any:
         ends = self._group_ends[file]
         group = bisect_right(ends, k)
         row = k - (ends[group - 1] if group else 0)
-        text = self._column(file, group)[row].as_py()
-        return _text(text, lambda: f"{self._paths[file]}: row {k}", self._field)
+        value = self._column(file, group)[row].as_py()
+        return self._field.take(value, lambda: f"{self._paths[file]}: row {k}")
 
     def _column(self, file: int, group: int) -> Any:
         """The decoded column of a row group, from the cache where it is there."""
         if (column := self._cache.get((file, group))) is None:
             with self._open(self._paths[file]) as opened:
-                column = opened.read_row_group(group, columns=[self._field]).column(0)
+                column = opened.read_row_group(group, columns=[self._field.name]).column(0)
             self._cache[file, group] = column
             while len(self._cache) > 1 and sum(c.nbytes for c in self._cache.values()) > PARQUET_CACHE_BYTES:
                 self._cache.popitem(last=False)
@@ -298,7 +327,7 @@ class HuggingFaceSource:
     Of several splits 'train' is read.
     """
 
-    def __init__(self, name: str, field: str):
+    def __init__(self, name: str, field: Field):
         datasets = _import("datasets", "datasets", "datasets")
         folder = os.path.expanduser(name)
         try:
@@ -314,7 +343,7 @@ class HuggingFaceSource:
         except (OSError, ValueError) as e:  # not found, no network, unknown configuration or split
             code = ExitCode.INTERNAL if isinstance(e, ConnectionError) else ExitCode.USER
             raise UserError(f"dataset_path = '{name}' could not be loaded: {e}", code=code) from e
-        if field not in dataset.column_names:
+        if field.name not in dataset.column_names:
             raise _no_field(name, field, dataset.column_names)
         self._name, self._field, self._dataset = name, field, dataset
         self.files = [("", len(dataset))]
@@ -322,8 +351,8 @@ class HuggingFaceSource:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, i: int) -> str:
-        return _text(self._dataset[i][self._field], lambda: f"{self._name}: row {i}", self._field)
+    def __getitem__(self, i: int) -> Any:
+        return self._field.take(self._dataset[i][self._field.name], lambda: f"{self._name}: row {i}")
 
 
 def _import(module: str, package: str, extra: str) -> Any:
@@ -333,11 +362,10 @@ def _import(module: str, package: str, extra: str) -> Any:
         raise UserError(f"this dataset needs the package {package}: pip install 'slicewise[{extra}]'.") from e
 
 
-def _no_field(where: str, field: str, known: Sequence[str]) -> UserError:
+def _no_field(where: str, field: Field, known: Sequence[str]) -> UserError:
     shown = ", ".join(known) or "none"
-    return UserError(
-        f"{where} has no field '{field}'.{did_you_mean(field, known)} Its fields: {shown}; set text_field."
-    )
+    near = did_you_mean(field.name, known)
+    return UserError(f"{where} has no field '{field.name}'.{near} Its fields: {shown}; set {field.key}.")
 
 
 def _text(value: Any, where: Callable[[], str], field: str) -> str:

@@ -1,5 +1,6 @@
 """Text to token ids and back: raw bytes, a Hugging Face tokenizer.json, or a SentencePiece .model."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +35,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     begin_id: int | None
     end_id: int
+    fingerprint: str  # of its content
 
     def encode(self, text: str) -> np.ndarray:
         """int32 ids [n] of ``text`` without begin and end; special tokens spelled out in it are text."""
@@ -58,7 +60,11 @@ def open_tokenizer(name: str) -> Tokenizer:
         )
     with reading(str(path)):
         content = path.read_bytes()
-    return kinds[path.suffix](content, str(path))
+    tokenizer = kinds[path.suffix](content, str(path))
+    tokenizer.fingerprint = (
+        f"{tokenizer.vocab_size:,} ids ({hashlib.blake2b(content, digest_size=4).hexdigest()})"
+    )
+    return tokenizer
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
@@ -74,6 +80,7 @@ class Bytes:
     vocab_size = 258
     begin_id: int | None = 256
     end_id = 257
+    fingerprint = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -85,6 +92,8 @@ class Bytes:
 
 class TokenizerJson:
     """A tokenizer.json of the Hugging Face tokenizers package."""
+
+    fingerprint: str
 
     def __init__(self, content: bytes, path: str):
         try:
@@ -115,9 +124,17 @@ class TokenizerJson:
     def decode(self, ids: Iterable[int]) -> str:
         return _decode_runs(ids, self.vocab_size, self._tokenizer.decode)
 
+    def with_special_tokens(self) -> Any:
+        """The package's tokenizer, which takes special tokens that are spelled out for what they say."""
+        marked = type(self._tokenizer).from_str(self._tokenizer.to_str())
+        marked.encode_special_tokens = False
+        return marked
+
 
 class SentencePiece:
     """A SentencePiece .model."""
+
+    fingerprint: str
 
     def __init__(self, content: bytes, path: str):
         try:

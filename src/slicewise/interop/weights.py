@@ -1,8 +1,8 @@
 """Weights from a Hugging Face model folder, under the names and in the layout of our own parameter tree."""
 
 import json
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 
@@ -30,28 +30,50 @@ def load_weights(path: str | Path) -> dict[str, np.ndarray]:
     Raises UserError for quantised weights, tensors that are missing, unexpected or of another shape (named), and
     unreadable files.
     """
-    file, values = read_config(path)
-    model_type, _ = text_config(file, values)
-    if values.get("quantization_config"):
-        raise UserError(f"{file}: quantization_config: expected float weights, not quantised ones.")
-    spec = spec_from_config(file)
-    sources = LAYOUTS[model_type](spec)
+    with open_weights(path) as files:
+        return {name: files.whole(name) for name in files.sources}
+
+
+class WeightFiles:
+    """The weights of a Hugging Face folder under our names, read piece by piece."""
+
+    def __init__(self, path: str | Path, stack: ExitStack):
+        file, values = read_config(path)
+        model_type, _ = text_config(file, values)
+        if values.get("quantization_config"):
+            raise UserError(f"{file}: quantization_config: expected float weights, not quantised ones.")
+        self.spec = spec_from_config(file)
+        self.sources = LAYOUTS[model_type](self.spec)
+        self._tensors = _Tensors(file.parent, stack)
+        self._prefix = _prefix(self._tensors, self.sources["embed"].tensor)
+        _check_names(self._tensors, self._prefix, self.sources, self.spec)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of our weight ``name``."""
+        source = self.sources[name]
+        return (*source.leading, *source.convert(np.empty(source.stored, np.bool_)).shape)
+
+    def pieces(self, name: str) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+        """(place in the stacked dims, float32 array of the others) of each stored tensor of ``name``, in order."""
+        source = self.sources[name]
+        places = product(*(range(size) for size in source.leading))
+        for place, stored in zip(places, source.names(), strict=True):
+            tensor = self._tensors.read(_full(self._prefix, stored), source.stored)
+            yield place, source.convert(tensor).astype(np.float32)
+
+    def whole(self, name: str) -> np.ndarray:
+        """The weight ``name``, float32."""
+        stacked = np.empty(self.shape(name), np.float32)
+        for place, piece in self.pieces(name):
+            stacked[place] = piece
+        return stacked
+
+
+@contextmanager
+def open_weights(path: str | Path) -> Iterator[WeightFiles]:
+    """The weights in the folder ``path``. Raises UserError as load_weights does."""
     with ExitStack() as stack:
-        tensors = _Tensors(file.parent, stack)
-        prefix = _prefix(tensors, sources["embed"].tensor)
-        _check_names(tensors, prefix, sources, spec)
-        return {name: _read(tensors, prefix, source) for name, source in sources.items()}
-
-
-def _read(tensors: "_Tensors", prefix: str, source: Source) -> np.ndarray:
-    names = [_full(prefix, name) for name in source.names()]
-    first = source.convert(tensors.read(names[0], source.stored))
-    # A copy: the conversion may be a view of a larger tensor that would stay in memory.
-    stacked = np.empty((len(names), *first.shape), np.float32)
-    stacked[0] = first
-    for place, name in enumerate(names[1:], 1):
-        stacked[place] = source.convert(tensors.read(name, source.stored))
-    return stacked.reshape(*source.leading, *first.shape)
+        yield WeightFiles(path, stack)
 
 
 class _Tensors:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from slicewise.kernels.attention import api as attention
 from slicewise.kernels.attention import chunked
@@ -49,13 +50,14 @@ def _splash(key: Key, values: Mapping[str, int], how: attention.Kernel, *, is_wh
 
     shape, dtype = key.shape, jnp.dtype(key.dtype)
     T = shape["tokens"]
-    attend = splash.make(T, shape["window"] or None, Tiles(**values), None, how, attention.CONTEXT)
+    order_T, tile = np.arange(T), Tiles(**values)
+    attend = splash.make(order_T, 1, shape["window"] or None, tile, None, how, attention.CONTEXT)
 
     def forward(q_NTH: Any, k_NTH: Any, v_NTV: Any, segments_T: Any) -> Any:
-        return attend(q_NTH, k_NTH, v_NTV, None, segments_T)
+        return splash.over_row(attend, q_NTH, k_NTH, v_NTV, None, segments_T, segments_T)
 
     def gradients(q_NTH: Any, k_NTH: Any, v_NTV: Any, segments_T: Any) -> Any:
-        out_NTV, pull = jax.vjp(lambda q, k, v: attend(q, k, v, None, segments_T), q_NTH, k_NTH, v_NTV)
+        out_NTV, pull = jax.vjp(lambda q, k, v: forward(q, k, v, segments_T), q_NTH, k_NTH, v_NTV)
         return out_NTV, pull(out_NTV)
 
     def operand(width: int) -> jax.ShapeDtypeStruct:

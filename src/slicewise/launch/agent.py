@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch.job_folder import JobFolder
-from slicewise.launch.place import Place, of_pod, of_slurm_task, of_tpu_vm
+from slicewise.launch.place import METADATA_ADDRESS, Place, of_pod, of_slurm_task, of_tpu_vm
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,6 +48,7 @@ def _run(options: argparse.Namespace) -> int:
         place = Place(options.slice, options.host, options.address)
     else:
         place = of_tpu_vm()
+        os.environ.setdefault("GCE_METADATA_IP", METADATA_ADDRESS)  # where trainers hear of a preemption
     place.check(spec)
     if options.on in ("jobset", "slurm"):
         from slicewise.launch.once import run_once

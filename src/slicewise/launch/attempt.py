@@ -3,26 +3,24 @@
 The first failure in time is the cause; what ends after it is a consequence, noted in one line.
 """
 
-import re
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from slicewise.errors import ExitCode
+from slicewise.launch.output import CHATTER
 from slicewise.launch.processes import KILL_WAIT_S, Asked, Child, Exited, Gang, Happening, Lines, Reported
 from slicewise.launch.watchdog import Watchdog
 from slicewise.train.progress import ProgressDisplay
 
 FAILURE_GRACE_S = 3.0  # for the others after a failure: most can only hang or abort
 PREEMPTED_GRACE_S = 30.0  # after one that saved its state: the others take part in the same save
-DONE_GRACE_S = 600.0  # after the first that finished: longer than JAX's own shutdown barrier (300 s)
+DONE_GRACE_S = 90.0  # after the first that finished: longer than the barrier at which all leave (30 s)
 STOP_GRACE_S = 60.0  # after SIGTERM, to agree on a step and save it
 MAX_WAIT_S = 3600.0
 ORDERS_INTERVAL_S = 1.0  # between two looks at what a supervisor wants
-# Gloo's own lines, which no switch turns off and which threads cut into one another; the logs keep them.
-_CHATTER = re.compile(r"(\[Gloo\] |.*number of connected peer ranks is)")
 _ORDERLY = (ExitCode.RESTART, ExitCode.PREEMPTED)
 
 
@@ -31,8 +29,12 @@ class Supervision(Protocol):
 
     def saw(self, worker: int, event: Mapping[str, Any]) -> None: ...
 
-    def orders(self) -> Literal["", "stop", "abandon"]:
-        """ "stop": let it save and end. "abandon": another one goes on elsewhere, so it must end at once."""
+    def orders(self) -> Literal["", "stop", "grow", "abandon"]:
+        """ "stop" and "grow": let it save and end. "abandon": another one goes on elsewhere, so it must end at once."""
+        ...
+
+    def gone(self) -> Sequence[int]:
+        """Workers whose machine is no more: an emulated one goes on until it is killed."""
         ...
 
 
@@ -91,6 +93,7 @@ class Attempt:
     stop_grace_s: float
     watchdog: Watchdog | None = None
     supervision: Supervision | None = None
+    on_failure: Callable[[], None] | None = None  # hears of the first
     failures: dict[int, _Failure] = field(default_factory=dict)  # by process id, in order of time
     asked: signal.Signals | None = None  # to stop, before anything had failed
     signals: int = 0
@@ -139,8 +142,12 @@ class Attempt:
             if orders == "abandon" and not self.abandoned:
                 self.abandoned = True
                 self._kill()
-            elif orders == "stop" and not self.asked and not self.cause:
-                self._ask_to_stop(signal.SIGTERM, "the job is cancelled")
+            elif orders in ("stop", "grow") and not self.asked and not self.cause:
+                why = "the job is cancelled" if orders == "stop" else "lost slices are back"
+                self._ask_to_stop(signal.SIGTERM, why)
+            for worker in self.supervision.gone():
+                if self.gang.children[worker].returncode is None:
+                    self.gang.children[worker].process.kill()
 
     def _on_stall(self, child: Child, reason: str) -> None:
         """The stacks go into the logs during the grace that follows a failure."""
@@ -161,7 +168,7 @@ class Attempt:
                     self._on_signal(number)
 
     def _print_lines(self, child: Child, lines: Sequence[str]) -> None:
-        shown = [child.prefix + line for line in lines if not _CHATTER.match(line)]
+        shown = [child.prefix + line for line in lines if not CHATTER.match(line)]
         if shown:
             self.display.print("\n".join(shown))
 
@@ -186,7 +193,7 @@ class Attempt:
                 self.deadline_s, self.overdue = time.monotonic() + DONE_GRACE_S, True
         elif child in self.killed or (self.asked and child.returncode == ExitCode.PREEMPTED):
             pass
-        elif self.asked and child.returncode == -signal.SIGTERM:
+        elif self.asked and child.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM):
             self._allow(self.failure_grace_s)  # it saved nothing, so the others cannot either
         elif child.index not in self.failures:  # else its report came first
             self._on_failure(_Failure(child))
@@ -197,11 +204,15 @@ class Attempt:
         self.failures[failure.child.index] = failure
         assert self.cause is not None
         if failure is not self.cause:
+            if failure.code == self.cause.code == ExitCode.PREEMPTED:
+                return  # it took part in the save
             if not failure.message:
                 self.display.print(f"{failure.child.name} {failure.ending} (a consequence)")
             elif failure.message != self.cause.message:
                 self.display.print(f"{failure.child.name} (a consequence): {failure.message}")
             return
+        if self.on_failure:
+            self.on_failure()
         self._allow(PREEMPTED_GRACE_S if failure.code == ExitCode.PREEMPTED else self.failure_grace_s)
 
     def _allow(self, grace_s: float) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from slicewise.errors import ExitCode
 from slicewise.launch.attempt import DONE_GRACE_S
+from slicewise.launch.elastic import chosen
 from slicewise.launch.environment import coordinator_port
 from slicewise.launch.job_folder import Claim, Ending, JobFolder, JobSpec, Report, Superseded, continued
 from slicewise.launch.leader import Ended, Verdict, judge
@@ -28,10 +29,12 @@ from slicewise.launch.worker import (
     poll_interval_s,
     run_trainer,
     say,
+    slices_of,
 )
 
 REPORT_WAIT_S = 10.0  # for the reports of others, after all must have ended: who is silent is lost
 LEASE_S = 300.0  # a worker that cannot reach the folder for so long may be stale without knowing it
+RETURN_WAIT_S = 5.0  # for slices that the last attempt did without, in case they are just coming back
 WAITING_NOTE_S = 30.0  # between two lines that say who is waited for
 
 
@@ -49,14 +52,23 @@ class Overtaken(Exception):
 
 def run_in_gang(job: JobFolder, spec: JobSpec, place: Place) -> int:
     """Attempts until the job has ended; its exit code, or DONE for an agent that is no longer wanted."""
-    agent = (Leader if place == Place(0, 0, place.address) else Agent)(job, spec, place)
     try:
-        return agent.run()
+        return _agent(job, spec, place).run()
     except Over as over:
         return over.code
     except Superseded as newer:
-        say(f"{newer}: the agent of {agent.name} stops")
+        say(f"{newer}: the agent of {name_of(spec, place)} stops")
         return ExitCode.DONE
+
+
+def _agent(job: JobFolder, spec: JobSpec, place: Place) -> "Agent":
+    if place == Place(0, 0, place.address):
+        return Leader(job, spec, place)
+    if spec.elastic_sizes and place.host == 0:
+        from slicewise.launch.deputy import Deputy
+
+        return Deputy(job, spec, place)
+    return Agent(job, spec, place)
 
 
 class Agent:
@@ -113,13 +125,19 @@ class Agent:
     def next_claim(self, previous: Claim | None) -> Claim:
         """The newest attempt, once it is another one than ``previous``."""
         while True:
-            read = (lambda: self.job.next_claim(previous)) if previous else self.job.current
-            claim = self.patiently(read)
-            if claim and claim.submission == self.spec.submission:
+            if claim := self.newer_claim(previous):
                 return claim
-            if claim and self.patiently(self.job.spec).submission != self.spec.submission:
-                raise Superseded("the run was submitted again")
             self.pause()
+
+    def newer_claim(self, previous: Claim | None) -> Claim | None:
+        """The attempt after ``previous``, or the newest there is, if any."""
+        read = (lambda: self.job.next_claim(previous)) if previous else self.job.current
+        claim = self.patiently(read)
+        if claim and claim.submission == self.spec.submission:
+            return claim
+        if claim and self.patiently(self.job.spec).submission != self.spec.submission:
+            raise Superseded("the run was submitted again")
+        return None
 
     def wait_for_go(self, claim: Claim) -> dict[str, Any] | None:
         """What the leader says about the gang; None when this attempt goes on, or ends, without this agent."""
@@ -127,9 +145,13 @@ class Agent:
             go = self.patiently(self.job.phase, claim)
             if go["phase"] == "run" and go["tokens"].get(self.name) == self.token:
                 return go
-            if not self.patiently(self.job.is_current, claim):
+            if not self.patiently(self.job.is_current, claim) or self.gives_up():
                 return None
             self.pause()
+
+    def gives_up(self) -> bool:
+        """Whether to wait no longer for whoever leads."""
+        return False
 
     # ------------------------------------------------------------ one attempt
 
@@ -139,7 +161,7 @@ class Agent:
 
     def attempt(self, claim: Claim, go: Mapping[str, Any]) -> Ended:
         say(f"attempt {claim.attempt} begins")
-        state = _Look()
+        state = Look()
         environment = gang_environment(self.spec, self.place, go["addresses"], go["port"])
         ended = run_trainer(
             self.job, self.spec, self.place, claim, environment, lambda t: self._look(claim, go, t, state)
@@ -154,7 +176,7 @@ class Agent:
             raise Over(ended.code)
         return ended
 
-    def _look(self, claim: Claim, go: Mapping[str, Any], trainer: Trainer, state: "_Look") -> None:
+    def _look(self, claim: Claim, go: Mapping[str, Any], trainer: Trainer, state: "Look") -> None:
         try:
             if trainer.asked and not state.told:
                 state.told = True
@@ -168,7 +190,7 @@ class Agent:
                 state.stopped = True
                 trainer.end_within(0)
 
-    def _fence(self, claim: Claim, trainer: Trainer, state: "_Look") -> None:
+    def _fence(self, claim: Claim, trainer: Trainer, state: "Look") -> None:
         """A stale trainer must not go on writing."""
         try:
             self.job.check_place(self.name, self.token)
@@ -179,15 +201,15 @@ class Agent:
         if state.superseded or state.overtaken:
             trainer.end_within(0)
 
-    def look(self, claim: Claim, go: Mapping[str, Any], trainer: Trainer, state: "_Look") -> None:
+    def look(self, claim: Claim, go: Mapping[str, Any], trainer: Trainer, state: "Look") -> None:
         """What the leader wants."""
         phase = self.job.phase(claim)
-        if phase["phase"] == "over" and not state.stopped:
+        if phase["phase"] == "over" and not state.stopped and trainer.asked is None:
             state.stopped = True
             _end(trainer, phase)
 
 
-class _Look:
+class Look:
     """What an agent has seen and done during an attempt."""
 
     def __init__(self) -> None:
@@ -212,9 +234,24 @@ class Leader(Agent):
         self.over_by_s: float | None = None  # when all must have reported, once the attempt is over
         self.cancelled = False
         self.saved = False  # every trainer of the attempt has ended by saving
+        self.grows = False  # the attempt ends because lost slices are back
+        self.without: set[str] = set()  # places that the last attempt had to do without
+        self.beats = 0
+
+    @property
+    def predecessor(self) -> str:
+        """Who led before this agent did."""
+        return self.name
+
+    def beat(self) -> None:
+        """A sign of life for deputies, of which there are some in elastic jobs."""
+        if self.spec.elastic_sizes:
+            self.beats += 1
+            self.job.set_beat({"token": self.token, "beat": self.beats})
 
     def pause(self) -> None:
         super().pause()
+        self.patiently(self.beat)
         if self.patiently(self.job.is_cancelled, self.spec.submission):
             self.finish(Verdict(Fault.CANCELLED, 128 + signal.SIGTERM, "cancelled"), None)
 
@@ -234,7 +271,7 @@ class Leader(Agent):
         if current and current.submission == submission:
             ending = self.job.attempt_ending(current.attempt)
             if ending is None:  # its leader did not live to write it down
-                why = f"{self.name} was lost or restarted"
+                why = self._why_lost(current)
                 ending = Ending(Fault.PREEMPTION, ExitCode.PREEMPTED, why, current.attempt, submission)
                 self.job.end_attempt(ending)
             decision = decide(ending.fault, ending.code, current.tally, self.spec.budgets)
@@ -248,20 +285,29 @@ class Leader(Agent):
         say(f"attempt {claim.attempt}" + (f", after {reason}" if reason else ""))
         return claim
 
+    def _why_lost(self, claim: Claim) -> str:
+        """Why the leader of ``claim`` did not see its end: in the words of the supervisor, which sees the slices."""
+        noted = self.job.slices()
+        if noted.get("lost_at", 0.0) >= claim.started:
+            return str(noted["lost"])
+        others = " as all machines are when a slice is replaced" if self.spec.slices > 1 else ""
+        return f"{self.predecessor} was lost, or restarted{others}"
+
     def _wait_s(self, delay_s: float) -> None:
         end_s = time.monotonic() + delay_s
         while time.monotonic() < end_s:
             self.pause()
 
     def wait_for_go(self, claim: Claim) -> dict[str, Any] | None:
-        """Waits for an agent at every place, and says go."""
-        told_s = time.monotonic()
+        """Waits for an agent at every place, or in an elastic job for enough of them, and says go."""
+        began_s = told_s = time.monotonic()
         places = {self.spec.place(worker) for worker in range(self.spec.workers)}
         while True:
             ready = [r for r in self.patiently(self.job.reports, claim) if r.kind == "ready"]
             absent = places - {r.place for r in ready}
-            if not absent:
-                go = self.patiently(self._go, claim, ready)
+            if slices := self._enough(absent, time.monotonic() - began_s):
+                self.without = absent
+                go = self.patiently(self._go, claim, [r for r in ready if _slice_of(r.place) in slices])
                 self.patiently(self.job.set_phase, claim, "run", **go)
                 return go
             if time.monotonic() - told_s > WAITING_NOTE_S:
@@ -270,6 +316,18 @@ class Leader(Agent):
             if not self.patiently(self.job.is_current, claim):
                 raise Overtaken
             self.pause()
+
+    def _enough(self, absent: set[str], waited_s: float) -> tuple[int, ...]:
+        """The slices to begin with; none yet while it is worth waiting for more."""
+        everything = tuple(range(self.spec.slices))
+        if not absent:
+            return everything
+        wait_s = self.spec.watch.replacement_wait_s
+        if absent <= self.without:  # they have been waited for before
+            wait_s = min(wait_s, RETURN_WAIT_S)
+        if not self.spec.elastic_sizes or waited_s < wait_s:
+            return ()
+        return chosen(self.spec, set(everything) - {_slice_of(place) for place in absent})
 
     def _go(self, claim: Claim, ready: list[Report]) -> dict[str, Any]:
         """Who takes part, where each is, and the port of JAX's coordinator. Of two at a place its holder counts."""
@@ -299,6 +357,9 @@ class Leader(Agent):
         if own.code != ExitCode.DONE:
             self._end_all(claim, self.spec.watch.failure_grace_s)
         verdict = self._judge(claim, go)
+        if self.grows and verdict.fault not in (Fault.NONE, Fault.USER):
+            verdict = Verdict(Fault.RESTART, ExitCode.RESTART, "lost slices are back")
+        self.grows = False
         if self.cancelled and verdict.fault != Fault.NONE:
             code = ExitCode.PREEMPTED if self.saved else 128 + signal.SIGTERM
             verdict = Verdict(Fault.CANCELLED, code, "cancelled")
@@ -306,8 +367,9 @@ class Leader(Agent):
         self.patiently(self.job.end_attempt, ending)
         return own
 
-    def look(self, claim: Claim, go: Mapping[str, Any], trainer: Trainer, state: _Look) -> None:
+    def look(self, claim: Claim, go: Mapping[str, Any], trainer: Trainer, state: Look) -> None:
         """Ends the attempt everywhere once it has failed anywhere, or is to be stopped."""
+        self.beat()
         if self.over_by_s is None:
             self._watch(claim, go, self.job.reports(claim), own_asked=trainer.asked is not None)
         if self.over_by_s is not None and not state.stopped and trainer.asked is None:
@@ -321,10 +383,19 @@ class Leader(Agent):
             self.cancelled = True
         if self.cancelled or own_asked or any(r.kind == "asked" for r in reports):
             self._end_all(claim, self.spec.watch.stop_grace_s, signalled=True)
-        elif _lost(reports, go) or any(
-            end.code != ExitCode.DONE for end in self._ended(claim, go, reports).values()
-        ):
+            return
+        ended = self._ended(claim, go, reports)
+        if _lost(reports, go) or any(end.code != ExitCode.DONE for end in ended.values()):
             self._end_all(claim, self.spec.watch.failure_grace_s)
+        elif not ended and self._may_grow(reports, go):
+            self.grows = True
+            self._end_all(claim, self.spec.watch.stop_grace_s, signalled=True)
+
+    def _may_grow(self, reports: list[Report], go: Mapping[str, Any]) -> bool:
+        """Whether slices that are back would make a larger gang."""
+        ready = {r.place for r in reports if r.kind == "ready"}
+        now, could = slices_of(self.spec, go["tokens"]), chosen(self.spec, slices_of(self.spec, ready))
+        return len(could) > len(now)
 
     def _end_all(self, claim: Claim, grace_s: float, *, signalled: bool = False) -> None:
         if self.over_by_s is None:
@@ -353,6 +424,7 @@ class Leader(Agent):
             if time.monotonic() > done_by_s:
                 self._end_all(claim, 0.0)
             self.patiently(self._watch, claim, go, reports)
+            self.patiently(self.beat)
             Agent.pause(self)
 
     def finish(self, verdict: Verdict, claim: Claim | None) -> None:
@@ -370,4 +442,8 @@ class Leader(Agent):
 
 def _lost(reports: list[Report], go: Mapping[str, Any]) -> list[str]:
     """Places where another agent has come since: their machine was replaced or started again."""
-    return [r.place for r in reports if r.kind == "ready" and go["tokens"].get(r.place) != r.token]
+    return [r.place for r in reports if r.kind == "ready" and go["tokens"].get(r.place, r.token) != r.token]
+
+
+def _slice_of(place: str) -> int:
+    return int(place.removeprefix("s").partition("h")[0])

@@ -289,9 +289,7 @@ def _state(record: Record, claimed: bool, progressed: bool, slices: str) -> str:
 
 def _platform_state(record: Record) -> str:
     if record.target == "queued-resource":
-        from slicewise.launch.storage import read_json
-
-        return str((read_json(record.folder.folder, "slices.json") or {}).get("state", ""))
+        return str(record.folder.slices().get("state", ""))
     if record.target == "slurm":
         from slicewise.launch.targets import slurm
 

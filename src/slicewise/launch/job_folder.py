@@ -10,6 +10,9 @@
     attempts/0001/progress.json           the newest step
     attempts/0001/ended.json              why it ended
     result.json                           how the job ended
+    leader.json                           of an elastic job: a sign of life of the leader
+    absent.json                           slices of an emulated cluster that are not there
+    slices.json                           state of the queued resource, and what it lost when; by the supervisor
     roster/s0h0.json                      which agent holds this place in the gang; the last to come has it
     logs/attempt-0001/s0h0.log            output of a trainer; in a bucket in pieces, s0h0.0000.log and so on
 
@@ -19,6 +22,7 @@ The highest attempt is the one that counts. Whoever works on a lower one is stal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationError
@@ -51,6 +55,8 @@ class JobSpec(Part):
     """TOML of the run."""
     slices: PositiveInt
     hosts_per_slice: PositiveInt
+    elastic_sizes: tuple[PositiveInt, ...] = ()
+    """Smaller numbers of slices with which it may go on, the largest first."""
     cpu_devices: int = Field(0, ge=0)
     """Devices a host emulated on the CPU; 0 uses the devices that are there."""
     budgets: Budgets = Budgets()
@@ -143,6 +149,21 @@ class JobFolder:
         self.root = root
         self.folder: Folder = open_folder(root)
 
+    @property
+    def run(self) -> str:
+        """The folder of the run: a path or a URL."""
+        return self.root.rstrip("/").rpartition("/")[0]
+
+    @property
+    def run_directory(self) -> Path | None:
+        """The same where it is on this machine's disks."""
+        return None if "://" in self.root else Path(self.run)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For trainers, unless theirs says otherwise: compiled programs outlive the machine that compiled them."""
+        return {"JAX_COMPILATION_CACHE_DIR": f"{self.run}/compiled"}
+
     # ------------------------------------------------------------ what to do
 
     def spec(self) -> JobSpec:
@@ -227,6 +248,22 @@ class JobFolder:
     def attempt_ending(self, attempt: int) -> Ending | None:
         document = read_json(self.folder, name := _attempt(attempt, "ended.json"))
         return _record(Ending, document, f"{self.root}/{name}") if document else None
+
+    def set_beat(self, beat: dict[str, Any]) -> None:
+        """A sign of life of whoever leads; another one each time."""
+        write_json(self.folder, "leader.json", beat)
+
+    def beat(self) -> dict[str, Any] | None:
+        return read_json(self.folder, "leader.json")
+
+    # ------------------------------------------------------------ slices
+
+    def note_slices(self, **changes: Any) -> None:
+        """``state`` of the queued resource; what was ``lost``, in words, and the Unix time ``lost_at``."""
+        write_json(self.folder, "slices.json", {**self.slices(), **changes, "time": time.time()})
+
+    def slices(self) -> dict[str, Any]:
+        return read_json(self.folder, "slices.json") or {}
 
     # ------------------------------------------------------------ roster
 

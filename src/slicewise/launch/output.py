@@ -5,13 +5,15 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from slicewise.train.progress import PLAIN_INTERVAL_S, metrics_text
 
 TAIL_LINES = 20
+# Gloo's own lines, which no switch turns off and which threads cut into one another; the logs keep them.
+CHATTER = re.compile(r"(\[Gloo\] |.*number of connected peer ranks is)")
 MAX_LINE_CHARS = 32 * 1024  # a longer line is shown in pieces: memory stays bounded
 
 # cursor movements and other controls of one process would spoil the lines of all others
@@ -45,6 +47,18 @@ class LineReader:
 
 def _printable(line: str) -> str:
     return _CONTROLS.sub("", line.rstrip("\r").rsplit("\r", 1)[-1])
+
+
+def without_chatter(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same output in whole lines, but for those that no user has written."""
+    partial = b""
+    for chunk in chunks:
+        *lines, partial = (partial + chunk).split(b"\n")
+        shown = [line + b"\n" for line in lines if not CHATTER.match(line.decode("utf-8", "replace"))]
+        if shown:
+            yield b"".join(shown)
+    if partial:
+        yield partial
 
 
 class EventLines:

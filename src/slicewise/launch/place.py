@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch.job_folder import JobSpec
 
+METADATA_ADDRESS = "169.254.169.254"
 METADATA_TIMEOUT_S = 5.0
 JOBSET_JOB = "slice"  # the replicated job whose jobs are the slices
 
@@ -58,7 +59,7 @@ def of_slurm_task(environment: Mapping[str, str], spec: JobSpec) -> Place:
 
 
 def _attribute(name: str) -> str:
-    server = os.environ.get("GCE_METADATA_IP", "169.254.169.254")
+    server = os.environ.get("GCE_METADATA_IP", METADATA_ADDRESS)
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine's own link

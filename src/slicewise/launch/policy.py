@@ -7,7 +7,7 @@ an end was is read off exit codes and the state of workers, never off the text o
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pydantic import NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from slicewise.config import Part
 from slicewise.errors import ExitCode
@@ -44,6 +44,8 @@ class Watch(Part):
     """From any sign of progress to the next."""
     stop_grace_s: PositiveFloat = 60.0
     """From a request to stop until a trainer is killed."""
+    replacement_wait_s: NonNegativeFloat = 300.0
+    """From the loss of a slice until an elastic job goes on without it."""
     failure_grace_s: PositiveFloat = 3.0
     """From a failure until the others of its gang are killed: most can only hang or abort."""
 

@@ -48,13 +48,16 @@ class Supervised:
         with contextlib.suppress(StorageError):
             self._job.report_progress(self._claim, event)
 
-    def orders(self) -> Literal["", "stop", "abandon"]:
+    def orders(self) -> Literal["", "stop", "grow", "abandon"]:
         try:
             if not self._job.is_current(self._claim):
                 return "abandon"
             return "stop" if self._job.is_cancelled(self._claim.submission) else ""
         except StorageError:
             return ""
+
+    def gone(self) -> Sequence[int]:
+        return ()
 
 
 def supervise(job: JobFolder, spec: JobSpec, run: RunAttempt, say: Callable[[str], None]) -> Ending:
@@ -65,7 +68,7 @@ def supervise(job: JobFolder, spec: JobSpec, run: RunAttempt, say: Callable[[str
     me, previous = holder(), job.current()
     tally = continued(previous, spec.submission)
     reason = "the supervisor was started again" if previous and previous.submission == spec.submission else ""
-    with _stop_requests() as stop:
+    with stop_requests() as stop:
         while True:
             claim = job.claim(spec.submission, me, tally, reason, after=previous)
             say(f"attempt {claim.attempt}" + (f", after {reason}" if reason else ""))
@@ -104,7 +107,7 @@ def _finish(job: JobFolder, ending: Ending, stop: Stop, say: Callable[[str], Non
 
 
 @contextlib.contextmanager
-def _stop_requests() -> Iterator[threading.Event]:
+def stop_requests() -> Iterator[threading.Event]:
     """Set by SIGINT, SIGTERM and SIGHUP between attempts; during one they are the attempt's."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():

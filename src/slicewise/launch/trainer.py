@@ -1,6 +1,5 @@
 """One trainer process of an agent: started, watched, asked to stop, killed."""
 
-import re
 import signal
 import sys
 import time
@@ -8,12 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from slicewise.errors import ExitCode
+from slicewise.launch.output import CHATTER
 from slicewise.launch.policy import Watch
 from slicewise.launch.processes import Asked, Child, Command, Exited, Gang, Happening, Lines, Reported
 from slicewise.launch.watchdog import Watchdog
 from slicewise.launch.worker_files import WorkerFiles
-
-_CHATTER = re.compile(r"(\[Gloo\] |.*number of connected peer ranks is)")
 
 
 class Trainer:
@@ -38,6 +36,7 @@ class Trainer:
         self._watchdog = Watchdog(watch)
         self._gang = Gang()
         self._kill_at_s: float | None = None
+        self._is_told = False  # to save and stop: a second SIGTERM would end it before it has
         self._error_code: int | None = None  # which says more than how the process ended afterwards
         self.code: int | None = None
         self.message = ""
@@ -74,8 +73,10 @@ class Trainer:
                 return
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM now, SIGKILL after ``grace_s``."""
-        self._gang.ask_to_stop()
+        """SIGTERM now, unless it had one before, and SIGKILL after ``grace_s``."""
+        if not self._is_told:
+            self._is_told = True
+            self._gang.ask_to_stop()
         self.end_within(grace_s)
 
     def cancel(self, grace_s: float) -> None:
@@ -111,7 +112,7 @@ class Trainer:
         match happening:
             case Lines(_, lines):
                 for line in lines:
-                    if not _CHATTER.match(line):
+                    if not CHATTER.match(line):
                         self._say(line)
             case Reported(child, event):
                 self._on_event(child, event)

@@ -6,7 +6,7 @@ from typing import Any
 
 from slicewise.launch.policy import Watch
 
-PROGRESS = ("phase", "step", "text")
+PROGRESS = ("phase", "step", "progress", "text")
 
 
 class Watchdog:
@@ -25,7 +25,7 @@ class Watchdog:
         kind = event.get("event")
         if kind in PROGRESS:
             self._last_s[worker] = self._clock()
-        if kind == "step" and isinstance(step := event.get("step"), int):
+        if kind in ("step", "progress") and isinstance(step := event.get("step"), int):
             self._step[worker] = step
 
     def finished(self, worker: int = 0) -> None:

@@ -3,10 +3,10 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from slicewise.errors import UserError
+from slicewise.errors import ExitCode, UserError
 from slicewise.launch.environment import STALE, place_environment
 from slicewise.launch.job_folder import Claim, JobFolder, JobSpec
 from slicewise.launch.leader import Ended
@@ -17,6 +17,8 @@ from slicewise.launch.targets.local import THREADS_PER_DEVICE, xla_flags
 from slicewise.launch.trainer import Trainer
 from slicewise.launch.worker_files import WorkerFiles
 from slicewise.launch.workers import Worker
+from slicewise.train.elastic import ALL_SLICES
+from slicewise.train.goodput_log import LaunchLog
 
 POLL_S = 0.5  # how often an agent looks into a folder on disk
 BUCKET_POLL_S = 2.0  # and in a bucket
@@ -36,17 +38,32 @@ def name_of(spec: JobSpec, place: Place) -> str:
 
 
 def gang_environment(spec: JobSpec, place: Place, addresses: Mapping[str, str], port: int) -> dict[str, str]:
-    """For a gang that agents form: who is who, and nothing that is left of an earlier gang."""
+    """For a gang that agents form: who is who, and nothing that is left of an earlier gang.
+
+    Slices that ``addresses`` has none of are not in it, and the others are numbered anew.
+    """
     workers = gang_workers(spec, addresses)
-    own = workers[place.slice_id * spec.hosts_per_slice + place.host]
+    slices = slices_of(spec, addresses)
+    own = workers[slices.index(place.slice_id) * spec.hosts_per_slice + place.host]
     base = {name: value for name, value in os.environ.items() if name not in STALE}
     return {**base, **place_environment(workers, own, port)}
 
 
 def gang_workers(spec: JobSpec, addresses: Mapping[str, str]) -> list[Worker]:
     return [
-        Worker(*divmod(n, spec.hosts_per_slice), addresses[spec.place(n)], 22, "", None, None)
-        for n in range(spec.workers)
+        Worker(rank, host, addresses[spec.place(n * spec.hosts_per_slice + host)], 22, "", None, None)
+        for rank, n in enumerate(slices_of(spec, addresses))
+        for host in range(spec.hosts_per_slice)
+    ]
+
+
+def slices_of(spec: JobSpec, places: Collection[str]) -> list[int]:
+    """The slices of which all hosts are among ``places``, ascending."""
+    hosts = range(spec.hosts_per_slice)
+    return [
+        n
+        for n in range(spec.slices)
+        if all(spec.place(n * spec.hosts_per_slice + host) in places for host in hosts)
     ]
 
 
@@ -71,8 +88,16 @@ def run_trainer(
 ) -> Ended:
     """Runs the trainer of one attempt to its end, calling ``look`` at every interval. Raises what ``look`` raises."""
     name, supervised = name_of(spec, place), Supervised(job, claim)
-    leads = name == spec.place(0)
-    environment = {**environment, **spec.environment, "SLICEWISE_ATTEMPT": str(claim.attempt)}
+    leads = environment.get("SLICEWISE_PROCESS_ID", "0") == "0"
+    log = LaunchLog(job.run_directory if leads else None)
+    environment = {
+        **job.environment,
+        **environment,
+        "SLICEWISE_PLACE": name,
+        ALL_SLICES: str(spec.slices),
+        **spec.environment,
+        "SLICEWISE_ATTEMPT": str(claim.attempt),
+    }
     if spec.cpu_devices:
         environment |= {
             "JAX_PLATFORMS": "cpu",
@@ -86,6 +111,7 @@ def run_trainer(
     try:
         with WorkerFiles(job, spec, claim.attempt) as files:
             environment |= files.python_path(environment.get("PYTHONPATH", ""))
+            environment |= log.begin()
             with Trainer(files, name, environment, spec.watch, saw, say) as trainer:
                 while trainer.code is None:
                     trainer.poll(poll_interval_s(job))
@@ -95,4 +121,5 @@ def run_trainer(
     except UserError as error:  # before the trainer began
         say(f"slicewise: {error}")
         return Ended(error.code, time.time(), str(error))
+    log.stamp("done" if trainer.code == ExitCode.DONE else "wait")
     return Ended(trainer.code, trainer.ended, trainer.message, trainer.asked is not None)

@@ -37,10 +37,10 @@ class Cache:
 def empty_cache(spec: ModelSpec, layers: int, rows: int, slots: int, dtype: jnp.dtype) -> Cache:
     """A cache of ``layers`` layers for ``rows`` sequences of up to ``slots`` tokens under the mesh in force."""
     if a := spec.latent_attention:
-        sharding = partition("layers", "batch", "sequence", "activation")
+        sharding = partition("layers", "batch", "slots", "activation")
         last: list[tuple[int, ...]] = [(a.kv_lora_rank,), (a.rope_head_dim,)]
     else:
-        sharding = partition("layers", "batch", "sequence", "kv_heads", "head_dim")
+        sharding = partition("layers", "batch", "slots", "kv_heads", "head_dim")
         last = [(spec.kv_heads, spec.head_dim)] * 2
     return Cache(*(jnp.zeros((layers, rows, slots, *dims), dtype, out_sharding=sharding) for dims in last))
 
@@ -118,9 +118,12 @@ def _project(
 def _append(cached: Cache, new_keys: jax.Array, new_values: jax.Array, where: Tokens) -> tuple[Cache, Tokens]:
     """Writes what is new at its positions. A row is one document: every slot may be seen, causally."""
     write = jax.vmap(lambda slots, at_T, new: slots.at[at_T].set(new))
-    cached = Cache(
-        write(cached.keys, where.positions_BT, new_keys), write(cached.values, where.positions_BT, new_values)
-    )
+    positions_BT = jax.sharding.reshard(where.positions_BT, partition("batch", "slots"))
+
+    def written(slots: jax.Array, new: jax.Array) -> jax.Array:
+        return write(slots, positions_BT, jax.sharding.reshard(new, jax.typeof(slots).sharding.spec))
+
+    cached = Cache(written(cached.keys, new_keys), written(cached.values, new_values))
     B, S = cached.keys.shape[:2]
-    slots_BS = jnp.broadcast_to(jnp.arange(S), (B, S), out_sharding=partition("batch", "sequence"))
+    slots_BS = jnp.broadcast_to(jnp.arange(S), (B, S), out_sharding=partition("batch", "slots"))
     return cached, Tokens(slots_BS, jnp.ones_like(slots_BS))

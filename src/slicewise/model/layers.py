@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.model.linear import linear
+from slicewise.model.lora import Adapted, Adapter, Packed, gathered_packed
 from slicewise.model.params import Norm
 from slicewise.model.quantization import Marked, Stored
 from slicewise.model.remat import GATHERED, named
@@ -24,10 +25,21 @@ def weights_in(dtype: jnp.dtype) -> Callable[..., Any]:
     One that is Marked for 8 bits is left where it is stored: its product gathers it.
     """
 
-    def weight(w: jax.Array | Marked, *dims: str) -> jax.Array | Stored:
+    def weight(w: Any, *dims: str) -> Any:
+        if isinstance(w, Adapted):
+            return Adapted(weight(w.base, *dims), adapter(w.adapter, dims), w.scale)
+        if isinstance(w, Packed):
+            return checkpoint_name(gathered_packed(w, dims, dtype), GATHERED)
         if isinstance(w, Marked):
             return Stored(w.weight.astype(dtype), dims, w.how, w.range_2)
         return checkpoint_name(gathered(w.astype(dtype), *dims), GATHERED)
+
+    def adapter(pair: Adapter | None, dims: tuple[str, ...]) -> Adapter | None:
+        if pair is None:
+            return None
+        summed = pair.lora_a.ndim - 1
+        a, b = weight(pair.lora_a, *dims[:summed], "lora"), weight(pair.lora_b, "lora", *dims[summed:])
+        return Adapter(a, b)
 
     return weight
 

@@ -27,6 +27,7 @@ class Loss:
     softcap: float | None = None
     z_loss_weight: float = 0.0  # of the squared log-normaliser (PaLM, section 5)
     chunk_tokens: int | None = None  # of one device; None derives it
+    is_frozen: bool = False  # the matrix: it has no gradient
 
 
 def summed_loss(x_BTD: jax.Array, weight: jax.Array, targets_BT: jax.Array, loss: Loss) -> jax.Array:
@@ -52,7 +53,7 @@ def _forward(x_BTD: jax.Array, weight: jax.Array, targets_BT: jax.Array, loss: L
 
 def _backward(loss: Loss, gradients: list[jax.Array], scale: jax.Array) -> tuple:
     scaled = [(scale * gradient.astype(jnp.float32)).astype(gradient.dtype) for gradient in gradients]
-    return *scaled, None
+    return (*scaled, None, None) if loss.is_frozen else (*scaled, None)
 
 
 _summed.defvjp(_forward, _backward)
@@ -66,7 +67,7 @@ def _on_shards(loss: Loss, *, with_gradients: bool) -> Callable[..., tuple[jax.A
     """The function of local shards, mapped over the mesh in force. Returns (total, gradients of x and weight)."""
     tokens, matrix = partition("batch", "sequence"), _matrix(loss)
     x_spec = partition("batch", "sequence", "activation")
-    gradients = (x_spec, matrix) if with_gradients else ()
+    gradients = (x_spec, matrix)[: 2 - loss.is_frozen] if with_gradients else ()
     return jax.shard_map(
         functools.partial(_local, loss=loss, with_gradients=with_gradients),
         in_specs=(x_spec, matrix, tokens),
@@ -87,6 +88,7 @@ def _local(
     whole = jax.lax.all_gather(weight.astype(x_BTD.dtype), embed_axes, axis=1 - vocab_dim, tiled=True)
     first = jax.lax.axis_index(vocab_axes) * whole.shape[vocab_dim]
     chunks = _chunks(x_BTD, targets_BT, loss)
+    of_matrix = with_gradients and not loss.is_frozen
 
     def chunk(carry: tuple, tokens: tuple) -> tuple[tuple, jax.Array | None]:
         total, gradient = carry
@@ -97,22 +99,26 @@ def _local(
             return (total + total_chunk, None), None
         gradient_CV = gradient_CV.astype(x_CD.dtype)
         x_gradient_CD = _product(gradient_CV, whole, (1, vocab_dim)).astype(x_CD.dtype)
-        left, right = (gradient_CV, x_CD) if loss.tied else (x_CD, gradient_CV)
-        carry = total + total_chunk, gradient + _product(left, right, (0, 0))
-        return carry, jax.lax.psum(x_gradient_CD, vocab_axes)
+        if of_matrix:
+            left, right = (gradient_CV, x_CD) if loss.tied else (x_CD, gradient_CV)
+            gradient = gradient + _product(left, right, (0, 0))
+        return (total + total_chunk, gradient), jax.lax.psum(x_gradient_CD, vocab_axes)
 
-    start = jnp.zeros(whole.shape, jnp.float32) if with_gradients else None
+    start = jnp.zeros(whole.shape, jnp.float32) if of_matrix else None
     (total, gradient), x_gradient = jax.lax.scan(chunk, (jnp.zeros((), jnp.float32), start), chunks)
     total = jax.lax.psum(total, token_axes)
     if not with_gradients:
         return (total,)
     assert x_gradient is not None
-    assert gradient is not None
     x_gradient = x_gradient.reshape(-1, x_BTD.shape[-1])[: math.prod(targets_BT.shape)].reshape(x_BTD.shape)
+    if gradient is None:
+        return total, x_gradient
     others = tuple(axis for axis in token_axes if axis not in embed_axes)
     summed = jax.lax.psum_scatter(
         gradient.astype(x_BTD.dtype), embed_axes, scatter_dimension=1 - vocab_dim, tiled=True
     )
+    # The layers' backward pass waits for it: else the whole matrix in float32 is held until the end of the step.
+    x_gradient, summed = jax.lax.optimization_barrier((x_gradient, summed))
     return total, x_gradient, jax.lax.psum(summed, others).astype(weight.dtype)
 
 

@@ -18,6 +18,7 @@ from slicewise.kernels.grouped_matmul.api import REFERENCE, Kernel, grouped_matm
 from slicewise.model import quantized_experts
 from slicewise.model.layers import activate, mlp
 from slicewise.model.linear import linear
+from slicewise.model.lora import Packed, unpacked
 from slicewise.model.params import Layers, Moe, Params
 from slicewise.model.quantization import Marked, Quantization
 from slicewise.model.remat import GATHERED, named
@@ -62,7 +63,7 @@ def moe(
     choice_BTK, share_BTK, usage = route(w, e, h_BTD, segments_BT > 0)
     given = {name: getattr(w, name) for name in DIMS if getattr(w, name) is not None}
     how = {name: matrix.how for name, matrix in given.items() if isinstance(matrix, Marked)}
-    routed = {name: given[name].weight if name in how else given[name] for name in given}
+    routed = {name: _plain(matrix, h_BTD.dtype) for name, matrix in given.items()}
     out_BTD = mixed(
         h_BTD,
         choice_BTK,
@@ -79,6 +80,13 @@ def moe(
     if w.shared is not None:
         out_BTD = out_BTD + mlp(w.shared, spec, h_BTD, weight, prefix="shared_")
     return out_BTD, usage
+
+
+def _plain(weight: Any, dtype: jnp.dtype) -> jax.Array:
+    """As it is stored; frozen bytes in ``dtype``."""
+    if isinstance(weight, Marked):
+        return weight.weight
+    return unpacked(weight, dtype) if isinstance(weight, Packed) else weight
 
 
 def route(w: Moe, e: Experts, h_BTD: jax.Array, real_BT: jax.Array) -> tuple[jax.Array, jax.Array, Usage]:

@@ -6,6 +6,7 @@ of the latent queries and keys, C its rotary part. Weights of layers carry a lea
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +149,7 @@ def weights(spec: ModelSpec) -> Params:
     dense = spec.layers - sparse
     return Params(
         embed=_normal(0.02, vocab, embed),
-        position=_normal(0.02, (spec.max_context, "sequence"), embed) if spec.position == "learned" else None,
+        position=_normal(0.02, (spec.max_context, "position"), embed) if spec.position == "learned" else None,
         layers=_layers(spec, sparse or dense, sparse=bool(sparse)),
         final_norm=_norm(spec, feature),
         head=None if spec.tied_embeddings else _matrix(D, embed, vocab),
@@ -272,27 +273,42 @@ def _prediction(spec: ModelSpec) -> Prediction:
 
 def init(spec: ModelSpec, key: jax.Array) -> Params:
     """Float32 weights under the mesh in force; the same numbers on every mesh."""
-    layout, treedef = jax.tree.flatten(weights(spec))
+    return start(weights(spec), key)
+
+
+def start(tree: Any, key: jax.Array) -> Any:
+    """Arrays for a tree of Weight, as init."""
+    layout, treedef = jax.tree.flatten(tree)
     keys = jax.random.split(key, len(layout))
 
-    def start(weight: Weight, key: jax.Array) -> jax.Array:
+    def one(weight: Weight, key: jax.Array) -> jax.Array:
         sharding = partition(*weight.dims)
         if weight.std:
             return weight.std * jax.random.normal(key, weight.shape, jnp.float32, out_sharding=sharding)
         return jnp.full(weight.shape, weight.constant, jnp.float32, out_sharding=sharding)
 
-    return jax.tree.unflatten(treedef, [start(w, k) for w, k in zip(layout, keys, strict=True)])
+    return jax.tree.unflatten(treedef, [one(w, k) for w, k in zip(layout, keys, strict=True)])
+
+
+NODES = (Params, Layers, Prediction, Moe, Mlp, Latent, Norm)
 
 
 def leaves(params: Params) -> dict[str, Any]:
     """The weights by dotted name, such as layers.attn_norm.scale; absent weights are left out."""
+    found: dict[str, Any] = {}
+    mapped(lambda name, leaf: found.setdefault(name, leaf), params)
+    return found
 
-    def walk(node: Any, prefix: str) -> dict[str, Any]:
+
+def mapped(change: Callable[[str, Any], Any], params: Params) -> Params:
+    """``params`` with ``change(dotted name, weight)`` in the place of each weight; absent ones stay absent."""
+
+    def walk(node: Any, name: str) -> Any:
         if node is None:
-            return {}
-        if not dataclasses.is_dataclass(node) or isinstance(node, Weight):
-            return {prefix.removesuffix("."): node}
-        fields = dataclasses.fields(node)
-        return {k: v for f in fields for k, v in walk(getattr(node, f.name), f"{prefix}{f.name}.").items()}
+            return None
+        if not isinstance(node, NODES):
+            return change(name, node)
+        parts = ((f.name, getattr(node, f.name)) for f in dataclasses.fields(node))
+        return dataclasses.replace(node, **{n: walk(x, f"{name}.{n}" if name else n) for n, x in parts})
 
     return walk(params, "")

@@ -142,7 +142,7 @@ def marked(
         return layers
 
     def mark(path: tuple, weight: jax.Array) -> Any:
-        name = _name(path)
+        name = _name(path).removesuffix(".base")  # of one that is Adapted
         if not (MATRICES.fullmatch(name) and re.fullmatch(how.layers, name)):
             return weight
         return Marked(weight, None if ranges is None else ranges.get(f"{prefix}{name}"), how)

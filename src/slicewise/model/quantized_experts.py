@@ -43,7 +43,7 @@ def whole(w_GIO: jax.Array, how: Quantization, dim: int | None) -> Whole:
         limit_G = jnp.full_like(limit_G, how.fixed_range)
     if dim is not None:
         limit_G = jax.lax.pmax(limit_G, axis)
-        limit_G = jax.lax.pcast(limit_G, (axis,), to="varying")
+        limit_G = jax.lax.pcast(limit_G, axis, to="varying")
     scale_G = limit_G.reshape(-1) / of_type(how.name, is_gradient=False).largest
     values_GIO = rounded(
         jax.lax.stop_gradient(w_GIO), scale_G[:, None, None], of_type(how.name, is_gradient=False)

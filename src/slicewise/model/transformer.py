@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from slicewise.catalog.model import ModelSpec
+from slicewise.config import ContextStrategy
 from slicewise.costs.remat import POLICIES, RematPolicy
 from slicewise.kernels.attention.api import REFERENCE, Kernel, Tokens
 from slicewise.kernels.grouped_matmul.api import Kernel as Grouped
@@ -20,9 +21,10 @@ from slicewise.model.attention import Cache
 from slicewise.model.layers import mlp, normed, weights_in
 from slicewise.model.linear import linear
 from slicewise.model.moe import Usage, moe
-from slicewise.model.params import Layers, Params, Prediction, init, leaves, padded_vocab, weights
+from slicewise.model.params import Layers, Params, Prediction, init, leaves, padded_vocab, start, weights
 from slicewise.model.quantization import Quantization, all_marked
 from slicewise.model.remat import checkpoint_policy, named
+from slicewise.parallel.context import ahead
 from slicewise.parallel.expert import Dispatch
 from slicewise.parallel.rules import partition, residual
 
@@ -37,6 +39,7 @@ __all__ = [
     "leaves",
     "output_matrix",
     "padded_vocab",
+    "start",
     "states",
     "weights",
 ]
@@ -149,7 +152,9 @@ def states(
     x_BTD = jax.sharding.reshard(x_BTD, partition("batch", "sequence", "activation"))
     predicted: list[jax.Array] = []
     if predict and params.prediction is not None:
-        predicted, more = _predict(params.prediction, spec, layer, x_BTD, embedded_BTD, weight)
+        predicted, more = _predict(
+            params.prediction, spec, layer, x_BTD, embedded_BTD, weight, kernel.strategy
+        )
         usages += more
     usage = jax.tree.map(lambda *parts: jnp.concatenate(parts), *usages) if usages else None
     return States(normed(x_BTD, params.final_norm, spec), None if cache is None else caches, usage, predicted)
@@ -208,6 +213,7 @@ def _predict(
     x_BTD: jax.Array,
     embedded_BTD: jax.Array,
     weight: Callable,
+    strategy: ContextStrategy,
 ) -> tuple[list[jax.Array], list[Usage]]:
     """The states of each prediction layer: at its depth d a token sees the one that is d ahead (DeepSeek-V3, 2.2).
 
@@ -218,7 +224,7 @@ def _predict(
     is_global = jnp.array(spec.layer_is_global(spec.layers - 1))
     for index in range(spec.prediction_layers):
         one = jax.tree.map(lambda stacked, index=index: stacked[index], w)
-        embedded_BTD = ahead(embedded_BTD, 1, 0)
+        embedded_BTD = ahead(embedded_BTD, 1, 0, strategy)
         both_BTX = jnp.concatenate(
             [normed(embedded_BTD, one.embed_norm, spec), normed(x_BTD, one.hidden_norm, spec)], axis=-1
         )
@@ -228,12 +234,6 @@ def _predict(
         found.append(normed(x_BTD, one.final_norm, spec))
         usages += [] if usage is None else [jax.tree.map(lambda u: u[None], usage)]
     return found, usages
-
-
-def ahead(x_BT: jax.Array, by: int, fill: float) -> jax.Array:
-    """``x`` [B, T, ...] with what stands ``by`` tokens later in each place, ``fill`` at the end."""
-    end = jnp.full_like(x_BT[:, :by], fill)
-    return jnp.concatenate([x_BT[:, by:], end], axis=1)
 
 
 def output_matrix(params: Params) -> jax.Array:
@@ -253,7 +253,7 @@ def _embed(
     if spec.embedding_scale:
         x_BTD = x_BTD * jnp.asarray(math.sqrt(spec.d_model), x_BTD.dtype)
     if params.position is not None:
-        position_PD = weight(params.position, "sequence", "embed")
+        position_PD = weight(params.position, "position", "embed")
         x_BTD = x_BTD + position_PD.at[where.positions_BT].get(out_sharding=activation)
     return x_BTD
 

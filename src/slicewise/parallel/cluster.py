@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ def initialize() -> None:
     The emulated cluster says who is who by SLICEWISE_ variables. Elsewhere JAX detects the cluster itself
     (Cloud TPU, GKE, Slurm, Open MPI).
     """
-    # JAX would swallow SIGTERM to announce a preemption, and a run that cannot be stopped is worse.
+    # JAX would swallow SIGTERM to announce a preemption, also a second one and while it compiles: train.preemption
     jax.config.update("jax_enable_preemption_service", False)
     if coordinator := os.environ.get("SLICEWISE_COORDINATOR"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -50,6 +51,11 @@ def wait_for_all(point: str) -> None:
         client = distributed.global_state.client
         assert client is not None
         client.wait_at_barrier(f"slicewise_{point}", 1000 * INITIALIZATION_TIMEOUT_S)
+
+
+def coordination_client() -> Any:
+    """The client of the coordination service, with its key-value store; None for a lone process."""
+    return distributed.global_state.client
 
 
 def emulated_slices() -> int | None:

@@ -10,17 +10,19 @@ from slicewise.errors import UserError
 
 RULES: Mapping[str, str | tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
-    "embed": ("fsdp", "expert"),  # the d_model dim of weights: gathered where a layer uses them
-    "latent": ("fsdp", "expert"),  # the rank of latent attention in weights: as embed
+    "sequence": "context",
+    "embed": ("fsdp", "expert", "context"),  # the d_model dim of weights: gathered where a layer uses them
+    "latent": ("fsdp", "expert", "context"),  # the rank of latent attention in weights: as embed
     "experts": "expert",
-    "expert_embed": "fsdp",  # the d_model dim of experts' weights, whose experts the expert axis divides
+    "expert_embed": ("fsdp", "context"),  # the d_model dim of weights that the expert axis divides by experts
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
-    "tokens": "tensor",  # the tokens of the residual stream: see residual
+    "tokens": ("context", "tensor"),  # the tokens of the residual stream: see residual
 }
-WHOLE = frozenset({"layers", "sequence", "activation", "head_dim"})  # dims that no axis divides
+# dims that no axis divides
+WHOLE = frozenset({"layers", "position", "slots", "activation", "head_dim", "lora"})
 
 
 def partition(*dims: str) -> PartitionSpec:
@@ -35,8 +37,9 @@ def residual(tokens: int) -> PartitionSpec:
     So a norm, a sum or a saved layer input is of a device's own tokens only; what a tensor-parallel product needs is
     gathered just before it, and its partial sums are scattered instead of reduced whole (Korthikanti et al., 2022).
     """
-    degree = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
-    return partition("batch", "tokens" if tokens % degree == 0 else "sequence", "activation")
+    mesh = jax.sharding.get_abstract_mesh().shape
+    ways = mesh.get("context", 1) * mesh.get("tensor", 1)
+    return partition("batch", "tokens" if tokens % ways == 0 else "sequence", "activation")
 
 
 def gathered(weight: jax.Array, *dims: str) -> jax.Array:
@@ -56,7 +59,9 @@ def unscattered(grad: jax.Array, x: jax.Array, lead: int) -> jax.Array:
 
 def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -> None:
     """Raises UserError when ``degrees`` (mesh axis -> size) does not divide the dims that it shards."""
-    tensor, expert, sharded = degrees["tensor"], degrees["expert"], degrees["fsdp"] * degrees["expert"]
+    tensor, expert, context = degrees["tensor"], degrees["expert"], degrees.get("context", 1)
+    rows = degrees["fsdp"] * expert
+    sharded = rows * context
     for count, name in _tensor_dims(spec):
         if count % tensor:
             raise UserError(
@@ -75,15 +80,16 @@ def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -
         )
     for count, name in _sharded_dims(spec):
         if count % sharded:
-            product = "fsdp parallelism" if expert == 1 else "fsdp x expert parallelism ="
+            named = " x ".join(["fsdp", *["expert"] * (expert > 1), *["context"] * (context > 1)])
+            product = f"{named} parallelism{' =' if ' x ' in named else ''}"
             raise UserError(
                 f"{product} {sharded} does not divide {name} = {count} of {spec.name};"
                 " use fewer fsdp and more data or tensor parallelism."
             )
-    batch = degrees["data"] * sharded
+    batch = degrees["data"] * rows
     if global_batch_size % batch:
         below = global_batch_size - global_batch_size % batch
-        near = f"{below} or {below + batch}" if below else f"{batch}"
+        near = f"{below} or {below + batch}" if below else f"{batch}, or context parallelism for sequences"
         axes = "data x fsdp" if expert == 1 else "data x fsdp x expert"
         raise UserError(
             f"global_batch_size = {global_batch_size} is not a multiple of {axes} parallelism = {batch};"

@@ -2,8 +2,10 @@
 
 import math
 
+import numpy as np
+
 from slicewise.catalog.slices import Cluster
-from slicewise.costs.layout import Layout
+from slicewise.costs.layout import ContextExchange, Layout, Number, Recipe
 from slicewise.costs.shapes import ModelShape
 from slicewise.errors import UserError
 from slicewise.plan.layouts import MAX_TENSOR, Limits, divisors, limits_of
@@ -12,7 +14,7 @@ SUBJECTS = {
     "tensor": "the heads and hidden widths of {model}",
     "expert": "the {experts} experts of {model}",
     "pipeline": "the {layers} layers of {model}",
-    "context": "sequences of {seq} tokens",
+    "context": "sequences of {seq} tokens into two chunks a device",
 }
 
 
@@ -38,6 +40,28 @@ def check_layout(shape: ModelShape, cluster: Cluster, layout: Layout, seq: int) 
             f"a global batch of {layout.global_batch} sequences cannot be divided over {shards} data shards"
             f" and microbatches; the nearest that can is {near}."
         )
+
+
+def check_exchange(shape: ModelShape, layout: Layout, recipe: Recipe) -> None:
+    """Raises UserError where heads or experts forbid how the recipe crosses the context axis of ``layout``."""
+    n = int(layout.total("context"))
+    if n > 1 and not heads_allow(shape, layout, recipe.context_exchange):
+        raise UserError(
+            f"context_strategy = ulysses exchanges heads, and tensor x context = {int(layout.total('tensor')) * n} does"
+            f" not divide the kv heads of {shape.name}; use all_gather or ring."
+        )
+    if n > 1 and shape.routed_parameters and recipe.expert_capacity_factor:
+        raise UserError(
+            f"moe_dispatch = capacity counts the tokens of whole sequences, which context = {n} divides; use dropless."
+        )
+
+
+def heads_allow(shape: ModelShape, layout: Layout, exchange: ContextExchange) -> Number:
+    """Whether there are key-value heads for every device that shares a sequence, where heads are exchanged."""
+    if exchange != "ulysses":
+        return True
+    ways = layout.total("tensor") * layout.total("context")
+    return np.logical_and.reduce([layer.attention.kv_heads % ways == 0 for layer in shape.layers])
 
 
 def _nearest(limits: Limits, axis: str, degree: int, cluster: Cluster) -> str:

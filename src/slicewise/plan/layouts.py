@@ -33,13 +33,17 @@ class Limits:
         if axis == "tensor":
             divides = all(w % degree == 0 for w in self.widths)
             return degree <= MAX_TENSOR and self.heads % degree == 0 and divides
-        if axis == "context":
-            return self.seq % degree == 0 and self.seq // degree >= min(MIN_CONTEXT_TOKENS, self.seq)
+        if axis == "context":  # two chunks a device balance the causal mask
+            return degree == 1 or self.seq % (2 * degree) == 0
         if axis == "expert":
             return self.experts % degree == 0
         if axis == "pipeline":
             return self.layers % degree == 0
         return self.global_batch % degree == 0
+
+    def tries(self, axis: str, degree: int) -> bool:
+        """Whether a search looks at the degree, which is allowed: shorter parts of sequences never pay."""
+        return axis != "context" or degree == 1 or self.seq // degree >= MIN_CONTEXT_TOKENS
 
 
 def limits_of(shape: ModelShape, seq: int, global_batch: int) -> Limits:
@@ -57,13 +61,14 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def factorisations(n: int, axes: tuple[str, ...], limits: Limits) -> Iterator[tuple[int, ...]]:
-    """Degrees of ``axes`` whose product is ``n``, each allowed by ``limits``; the batch is checked later."""
+    """Degrees of ``axes`` whose product is ``n``, each allowed by ``limits`` and worth a try; the batch is checked
+    later."""
     if len(axes) == 1:
-        if limits.allows(axes[0], n):
+        if limits.allows(axes[0], n) and limits.tries(axes[0], n):
             yield (n,)
         return
     for degree in divisors(n):
-        if limits.allows(axes[0], degree):
+        if limits.allows(axes[0], degree) and limits.tries(axes[0], degree):
             for rest in factorisations(n // degree, axes[1:], limits):
                 yield (degree, *rest)
 

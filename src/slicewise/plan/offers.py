@@ -125,7 +125,9 @@ def _offers(
 
 def _holds_state(workload: Workload, cluster: Cluster, recipe: Recipe) -> bool:
     """Whether weights and optimiser state, spread over every device, leave room for anything else."""
-    state = (recipe.weight_bytes + recipe.moment_bytes) * workload.shape.parameters
+    frozen = workload.shape.frozen_bytes
+    each = recipe.weight_bytes + recipe.moment_bytes if frozen is None else frozen
+    state = each * workload.shape.parameters
     return state / cluster.devices < device_of(cluster.chip).hbm_bytes
 
 

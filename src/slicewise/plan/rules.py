@@ -307,6 +307,8 @@ def regime(s: Setting, state_bytes_per_parameter: float = 16.0) -> tuple[Regime,
 
     A sequence's least memory: the inputs of all layers and its logits in float32.
     """
+    if s.shape.frozen_bytes is not None:
+        state_bytes_per_parameter = s.shape.frozen_bytes
     state = state_bytes_per_parameter * s.shape.parameters / s.cluster.slice.devices
     fits = memory(state, s, "the weights' and optimiser's share of one slice")
     if not fits.holds:

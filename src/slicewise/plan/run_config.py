@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from slicewise.catalog.slices import Cluster
 from slicewise.config import AXES, SECTION_OF, RunConfig, resolve_degrees, toml
 from slicewise.costs import remat
+from slicewise.costs.adapters import with_adapters
 from slicewise.costs.layout import AXES as ALL_AXES
 from slicewise.costs.layout import Degrees, Layout, Recipe
 from slicewise.costs.shapes import ModelShape
 from slicewise.costs.step import estimate
 from slicewise.errors import UserError
-from slicewise.plan.check import check_layout
+from slicewise.plan.check import check_exchange, check_layout
 from slicewise.plan.search import DEFAULT_RECIPE, Candidate, Workload
 
 Value = str | int | float | Mapping[str, str]
@@ -26,7 +27,10 @@ MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 
 
 def workload_of(config: RunConfig, shape: ModelShape) -> Workload:
-    return Workload(shape, config.data.sequence_length, config.data.global_batch_size)
+    """The work of ``config``, whose model has ``shape``: with LoRA the shape is frozen and has adapters."""
+    return Workload(
+        with_adapters(shape, config.adapters), config.data.sequence_length, config.data.global_batch_size
+    )
 
 
 def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
@@ -46,12 +50,18 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
             f"dcn_expert_parallelism = {degrees.dcn['expert']}: experts that are divided between slices cannot be"
             " priced; use ici_expert_parallelism."
         )
+    if degrees.dcn["context"] > 1:
+        raise UserError(
+            f"dcn_context_parallelism = {degrees.dcn['context']}: sequences that are divided between slices cannot be"
+            " priced; use ici_context_parallelism."
+        )
     work = workload_of(config, shape)
     steps = config.optimizer.gradient_accumulation_steps
     layout = Layout(Degrees(**degrees.ici), Degrees(**degrees.dcn), work.global_batch, steps)
     check_layout(shape, cluster, layout, work.seq)
     recipe = _recipe(config, layout)
-    return Candidate(cluster, layout, recipe, estimate(shape, cluster, layout, recipe, work.seq))
+    check_exchange(work.shape, layout, recipe)
+    return Candidate(cluster, layout, recipe, estimate(work.shape, cluster, layout, recipe, work.seq))
 
 
 def _recipe(config: RunConfig, layout: Layout) -> Recipe:
@@ -63,6 +73,7 @@ def _recipe(config: RunConfig, layout: Layout) -> Recipe:
         moment_bytes=MOMENTS[o.optimizer_type] * MOMENT_BYTES[o.optimizer_state_dtype],
         moment_shards=layout.total("data") if o.shard_optimizer_over_data else 1,
         moments_on_host=o.optimizer_state_memory == "host",
+        context_exchange=config.parallelism.context_strategy,
         expert_capacity_factor=config.model.capacity_factor
         if config.model.moe_dispatch == "capacity"
         else None,
@@ -100,6 +111,8 @@ def config_values(
     for network, degrees in (("ici", layout.ici), ("dcn", layout.dcn)):
         for axis in AXES:
             values[f"{network}_{axis}_parallelism"] = int(getattr(degrees, axis))
+    if layout.ici.context > 1:
+        values["context_strategy"] = candidate.recipe.context_exchange
     values["gradient_accumulation_steps"] = int(layout.accumulation_steps)
     if work.shape.routed_parameters:
         factor = candidate.recipe.expert_capacity_factor
@@ -138,6 +151,9 @@ def changes(now: Candidate, then: Candidate) -> tuple[Change, ...]:
     found.append(("accumulation steps", key, a.accumulation_steps, b.accumulation_steps))
     found.append(("pipeline microbatches", "", a.pipeline_microbatches, b.pipeline_microbatches))
     found.append(("remat policy", "remat_policy", _shown(now), _shown(then)))
+    if then.layout.ici.context > 1:
+        exchanges = (now.recipe.context_exchange, then.recipe.context_exchange)
+        found.append(("context strategy", "context_strategy", *exchanges))
     found.append(("precision", "", now.recipe.precision, then.recipe.precision))
     return tuple(
         Change(what, key if key in SECTION_OF else None, str(old), str(new))

@@ -1,6 +1,7 @@
 """Search over layouts, recipes, chips, slice shapes and slice counts: exhaustive, pruned by memory,
 deterministic."""
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,12 +10,13 @@ import numpy as np
 
 from slicewise.catalog.slices import Cluster
 from slicewise.costs.device import Device, device_of
-from slicewise.costs.layout import Layout, Recipe
+from slicewise.costs.layout import CONTEXT_EXCHANGES, ContextExchange, Layout, Recipe
 from slicewise.costs.memory import MARGIN, device_total, memory_bytes, peak_bytes
 from slicewise.costs.remat import POLICIES, RematPolicy, custom
 from slicewise.costs.shapes import ModelShape
 from slicewise.costs.step import StepEstimate, estimate, price
 from slicewise.errors import UserError
+from slicewise.plan.check import heads_allow
 from slicewise.plan.layouts import (
     DCN_AXES,
     ICI_ORDER,
@@ -136,7 +138,12 @@ def search(
     device = device_of(cluster.chip)
     limits = limits_of(workload.shape, workload.seq, workload.global_batch)
     ici, places = placed_rows(cluster.slice, limits)
-    recipes = [replace(recipe, remat=r, precision=p) for p in precisions for r in policies]  # type: ignore[arg-type]
+    recipes = [
+        replace(recipe, context_exchange=x, precision=p, remat=r)  # type: ignore[arg-type]
+        for x in sorted(CONTEXT_EXCHANGES, key=lambda x: x != recipe.context_exchange)
+        for p in precisions
+        for r in policies
+    ]
     ids = np.flatnonzero(places.legal)
     table = combine(ici[ids], ids, dcn_rows(cluster.num_slices, limits, fsdp=False), limits)
     fits = fitting(workload, device, table, recipes, margin)
@@ -159,7 +166,7 @@ def search(
         raise UserError(nothing_fits(workload, cluster, scans, device, margin))
     return SearchResult(
         workload, cluster, ranked, _families(workload, cluster, scans) if families else (),
-        len(table) * len(recipes), sum(int(ok.sum()) for ok, _ in fits), margin,
+        sum(int(np.isfinite(b).sum()) for _, b in fits), sum(int(ok.sum()) for ok, _ in fits), margin,
     )  # fmt: skip
 
 
@@ -177,17 +184,33 @@ def fitting(
     workload: Workload, device: Device, table: Table, recipes: Sequence[Recipe], margin: float
 ) -> list[Fit]:
     """For each recipe: which layouts of ``table`` fit on the device and its share of the host, and the device
-    bytes they need."""
-    layout = table.layout(workload.global_batch)
-    peak = peak_bytes(workload.shape, layout, recipes[0], workload.seq)
+    bytes they need: infinite where the layout does not go with the recipe."""
     found = []
-    for recipe in recipes:
-        memory = memory_bytes(workload.shape, layout, recipe, workload.seq, peak=peak)
-        total = np.broadcast_to(device_total(memory), (len(table),))
-        host = np.broadcast_to(memory["host"], total.shape)
-        fits = (total <= (1 - margin) * device.hbm_bytes) & (host <= device.host_memory_bytes)
-        found.append((fits, total))
+    for exchange, group in itertools.groupby(recipes, key=lambda r: r.context_exchange):
+        first, *_ = rest = list(group)
+        which = np.flatnonzero(_crossed_by(workload, table, exchange, is_default=first == recipes[0]))
+        few = table if len(which) == len(table) else table.take(which)
+        layout = few.layout(workload.global_batch)
+        peak = peak_bytes(workload.shape, layout, first, workload.seq)
+        for recipe in rest:
+            memory = memory_bytes(workload.shape, layout, recipe, workload.seq, peak=peak)
+            total, fits = np.full(len(table), np.inf), np.zeros(len(table), bool)
+            total[which] = device_total(memory)
+            host = np.broadcast_to(memory["host"], which.shape)
+            fits[which] = (total[which] <= (1 - margin) * device.hbm_bytes) & (
+                host <= device.host_memory_bytes
+            )
+            found.append((fits, total))
     return found
+
+
+def _crossed_by(
+    workload: Workload, table: Table, exchange: ContextExchange, *, is_default: bool
+) -> np.ndarray:
+    """The layouts whose context axis can be crossed in this way; those without one count to the first way."""
+    layout = table.layout(workload.global_batch)
+    able = np.broadcast_to(heads_allow(workload.shape, layout, exchange), (len(table),))
+    return np.where(layout.ici.context > 1, able, is_default)
 
 
 def _both(first: Fit, second: Fit) -> Fit:
@@ -231,10 +254,14 @@ def _beaten(recipes: Sequence[Recipe], fits: Sequence[Fit]) -> list[np.ndarray]:
         better = [
             ok
             for other, (ok, _) in zip(recipes, fits, strict=True)
-            if k and other.precision == one.precision and _keeps_more(other.remat, one.remat)
+            if k and _differ_in_remat(other, one) and _keeps_more(other.remat, one.remat)
         ]
         found.append(np.logical_or.reduce(better) if better else np.zeros_like(fits[k][0]))
     return found
+
+
+def _differ_in_remat(a: Recipe, b: Recipe) -> bool:
+    return (a.precision, a.context_exchange) == (b.precision, b.context_exchange)
 
 
 def _keeps_more(a: RematPolicy, b: RematPolicy) -> bool:
@@ -292,7 +319,7 @@ def _families(workload: Workload, cluster: Cluster, scans: Sequence[Scan]) -> tu
         which, k = np.unravel_index(int(np.argmin(key)), key.shape)
         axes = tuple(name for bit, name in enumerate(names) if code >> bit & 1)
         best = _candidate(workload, cluster, scans[int(which)], int(members[k]))
-        result.append(Family(axes, times.size, int(np.isfinite(times).sum()), best))
+        result.append(Family(axes, int(np.isfinite(bytes_).sum()), int(np.isfinite(times).sum()), best))
     fits = sorted((f for f in result if f.fitting), key=lambda f: (f.best.estimate.step_time_s, f.axes))
     rest = sorted(
         (f for f in result if not f.fitting), key=lambda f: (f.best.estimate.hbm_total_bytes, f.axes)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slicewise.config import SECTION_OF, RunConfig, load_config
-from slicewise.errors import UserError
+from slicewise.errors import UserError, cannot_write
 from slicewise.plan.run_config import Value, as_overrides
 
 
@@ -53,17 +53,18 @@ def _set(table: Any, key: str, value: Value) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """All of the file or nothing. Raises UserError when its folder cannot take a file."""
+    """All of the file or nothing. Raises UserError when it cannot be written."""
+    name = None
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as e:
-        raise UserError(f"config file {path} cannot be written: {e.strerror}.") from e
-    try:
         with os.fdopen(handle, "w") as file:
             file.write(text)
         mode = path.stat().st_mode if path.exists() else 0o644
         os.chmod(name, mode & 0o777)
         os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
+    except BaseException as e:
+        if name:
+            os.unlink(name)
+        if isinstance(e, OSError):
+            raise cannot_write(f"config file {path}", e) from e
         raise

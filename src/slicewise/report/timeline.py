@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slicewise.compile.places import origin
 from slicewise.compile.schedule import COPY, CORE, DCN, FROM_HOST, SHARED, SPARSECORE, TO_HOST, Span
-from slicewise.errors import ExitCode, UserError
+from slicewise.errors import UserError, cannot_write
 from slicewise.report import xplane
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def write(step: "CompiledStep", path: str) -> str:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
     except OSError as e:
-        raise UserError(f"--trace {path}: {e.strerror}.", code=ExitCode.INTERNAL) from e
+        raise cannot_write(f"--trace {path}", e) from e
     return path
 
 

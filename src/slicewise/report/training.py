@@ -108,9 +108,13 @@ def step_parts(e: StepEstimate) -> dict[str, float]:
 
 
 def recipe(c: Candidate) -> str:
-    """The remat policy, with the precision where it is not bf16; its name says what goes to the host."""
-    precision = c.recipe.precision
-    return c.recipe.remat.name if precision == "bf16" else f"{c.recipe.remat.name}, {precision}"
+    """The remat policy, whose name says what goes to the host; the precision where it is not bf16, and how a context
+    axis is crossed where it is not by gathering."""
+    r = c.recipe
+    said = [r.remat.name, *([r.precision] if r.precision != "bf16" else [])]
+    if c.layout.ici.context > 1 and r.context_exchange != "all_gather":
+        said.append(r.context_exchange)
+    return ", ".join(said)
 
 
 def parts_table(estimates: Sequence[StepEstimate]) -> list[list[str]]:

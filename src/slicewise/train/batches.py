@@ -24,11 +24,12 @@ def local_rows(step: TrainStep) -> list[int]:
 
 
 def to_global(step: TrainStep, rows: Sequence[int], local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Global arrays [B, T] from this process's ``rows`` of each, [len(rows), T]."""
+    """Global arrays [B, T] from this process's ``rows`` of each, [len(rows), T]; tokens in the order of the step."""
     place = {row: i for i, row in enumerate(rows)}
 
     def build(name: str) -> jax.Array:
         abstract, values = step.abstract_batch[name], local[name]
+        values = values if step.order is None else values[:, step.order]
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None

@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 from slicewise.catalog import chips, flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
+from slicewise.costs.adapters import Lora
 from slicewise.errors import ExitCode, UserError
 from slicewise.kernels import tuned
 from slicewise.kernels.attention import api as attention
 from slicewise.kernels.grouped_matmul import api as grouped_matmul
-from slicewise.model import params
+from slicewise.model import lora, params
 from slicewise.model.quantization import Quantization, check, slower
 
 
@@ -31,6 +32,7 @@ def kernels(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> dict[str, Any]:
             config.data.sequence_length,
             config.model.use_max_logits_estimate,
             config.compiler.scoped_vmem_limit_kib,
+            config.parallelism.context_strategy,
         ),
         "grouped": (
             grouped_matmul.choose(mesh, config.compiler.scoped_vmem_limit_kib)
@@ -70,6 +72,25 @@ def check_same_settings(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> None:
             f"hosts have different {tuned.own_path().name} of 'slicewise tune'; copy one to {tuned.own_path()} on all"
             " of them, or remove it there."
         )
+
+
+def adapters(config: RunConfig, spec: ModelSpec) -> Lora | None:
+    """What the config's keys of LoRA ask for. Raises UserError where it cannot be done."""
+    found = config.adapters
+    if found is None:
+        return None
+    if config.optimizer.optimizer_type == "muon":
+        raise UserError(
+            "optimizer_type = muon is for whole matrices, not for adapters of lora_rank ="
+            f" {found.rank}; choose adamw, adafactor or lion."
+        )
+    if found.base_dtype == "int8" and quantization(config, spec):
+        raise UserError(
+            f"lora_base_dtype = int8 keeps matrices that quantization = '{config.model.quantization}' would quantise"
+            " again; set one of them to bfloat16 or none."
+        )
+    lora.check(found, spec, params.weights(spec))
+    return found
 
 
 def compiler_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
+from slicewise.data.chat import open_chat
 from slicewise.data.tokenizers import Tokenizer, open_tokenizer
 from slicewise.errors import UserError
 from slicewise.kernels.attention.api import Tokens
@@ -96,18 +97,33 @@ def draw(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     return jax.random.categorical(key, logits_BV)
 
 
-def generate(path: str, prompts: Sequence[str], max_tokens: int, sampling: Sampling) -> list[str]:
+def generate(
+    path: str,
+    prompts: Sequence[str],
+    max_tokens: int,
+    sampling: Sampling,
+    overrides: Sequence[str] = (),
+    *,
+    is_chat: bool = False,
+) -> list[str]:
     """Prompts with their continuations by the model at ``path``, up to ``max_tokens`` more or an end token.
 
+    With ``is_chat`` each prompt is what a user says, in the run's chat template, and only the answer is returned.
+    ``overrides`` replace keys of the run's config.
     Raises UserError for a checkpoint that cannot be used or a length that exceeds the model's context.
     """
     if max_tokens < 1:
         raise UserError(f"max_tokens = {max_tokens}: expected 1 or more.")
     runtime.start()
-    trained = open_trained(path, [])
+    trained = open_trained(path, list(overrides))
     spec, tokenizer = trained.step.spec, open_tokenizer(trained.config.data.tokenizer)
     step = build_generate_step(spec, trained.mesh, jnp.dtype(trained.config.model.compute_dtype))
-    rows = [_encode(tokenizer, prompt) for prompt in prompts]
+    chat = open_chat(trained.config.data, tokenizer) if is_chat else None
+    if chat is None:
+        rows = [_encode(tokenizer, prompt) for prompt in prompts]
+    else:
+        rows = [chat.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+    stop_ids = frozenset({tokenizer.end_id}) if chat is None else chat.stop_ids
     longest = max(map(len, rows))
     if longest + max_tokens > spec.max_context:
         raise UserError(
@@ -116,9 +132,10 @@ def generate(path: str, prompts: Sequence[str], max_tokens: int, sampling: Sampl
         )
     spare = -len(rows) % trained.mesh.shape["data"]  # rows divide evenly over the devices
     with jax.set_mesh(trained.mesh):
-        new = _continue(step, trained.params, rows + rows[:1] * spare, max_tokens, sampling, tokenizer.end_id)
+        new = _continue(step, trained.params, rows + rows[:1] * spare, max_tokens, sampling, stop_ids)
     runtime.stop()
-    return [prompt + tokenizer.decode(ids) for prompt, ids in zip(prompts, new, strict=False)]
+    said = [""] * len(prompts) if chat else prompts
+    return [before + tokenizer.decode(ids) for before, ids in zip(said, new, strict=False)]
 
 
 def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -128,7 +145,12 @@ def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def _continue(
-    step: GenerateStep, params: Any, rows: list[list[int]], max_tokens: int, sampling: Sampling, end_id: int
+    step: GenerateStep,
+    params: Any,
+    rows: list[list[int]],
+    max_tokens: int,
+    sampling: Sampling,
+    stop_ids: frozenset[int],
 ) -> list[list[int]]:
     lengths = np.array([len(row) for row in rows])
     tokens_BT = np.zeros((len(rows), lengths.max()), np.int32)
@@ -141,7 +163,7 @@ def _continue(
     running = np.ones(len(rows), bool)
     for count in range(max_tokens):
         drawn_B = np.asarray(choose(logits_BV, jax.random.fold_in(key, count))).astype(np.int32)
-        running &= drawn_B != end_id
+        running &= ~np.isin(drawn_B, list(stop_ids))
         for i in np.flatnonzero(running).tolist():
             new[i].append(int(drawn_B[i]))
         if not running.any() or count == max_tokens - 1:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,41 +10,88 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.errors import JaxRuntimeError
 
-import slicewise
 from slicewise.checkpoint.manifest import complete_steps
 from slicewise.config import RunConfig
+from slicewise.costs.adapters import with_adapters
 from slicewise.costs.flops import model_flops
 from slicewise.costs.shapes import model_shape
-from slicewise.data.loader import BatchLoader
-from slicewise.errors import UserError
+from slicewise.errors import ExitCode, UserError
 from slicewise.parallel import cluster
+from slicewise.parallel.cluster import SliceDevices
 from slicewise.parallel.mesh import build_mesh
-from slicewise.train import choices, runtime
+from slicewise.train import anomalies, choices, elastic, initial, runtime
+from slicewise.train.agreement import STOP, Agreement
 from slicewise.train.batches import held_out, local_rows, to_global
+from slicewise.train.corruption import Checks
+from slicewise.train.elastic import Fitted
+from slicewise.train.faults import explained
+from slicewise.train.goodput_export import exporter
+from slicewise.train.goodput_log import Ledger, now_us
 from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s
+from slicewise.train.preemption import Preemption
 from slicewise.train.progress import Sink, reporter
 from slicewise.train.step import TrainState, TrainStep, build_train_step
+from slicewise.train.turns import Turns
+
+PROGRESS_INTERVAL_S = 5.0  # between two signs of life where log_every makes records rare
 
 
-def train(config: RunConfig) -> None:
-    """Runs ``config`` to its last step on the devices of this job, from the newest checkpoint when resuming."""
+def train(config: RunConfig, preemption: Preemption | None = None) -> ExitCode:
+    """Runs ``config`` to its last step on the devices of this job, from the newest checkpoint when resuming.
+
+    DONE, or PREEMPTED when it was asked to stop, by way of ``preemption``, and has saved.
+    """
     _check(config)
-    runtime.start()
-    mesh = build_mesh(config, cluster.found())
-    step = build_train_step(config, mesh)
-    choices.check_same_settings(config, step.spec, mesh)
-    with contextlib.ExitStack() as stack:
-        report = stack.enter_context(reporter())
-        stack.enter_context(jax.set_mesh(mesh))
-        _Run(config, step, report, stack).run()
-    runtime.stop()
+    with Ledger(config.local_directory) as ledger:
+        ledger.now("join")
+        runtime.start()
+        if config.metrics.goodput_logger and jax.process_index() == 0:
+            ledger.attach(exporter(config))
+        ledger.joined(jax.process_index() == 0)
+        with contextlib.ExitStack() as stack:
+            report = stack.enter_context(reporter())
+            agreement = _agreement(config, preemption or Preemption(), report)
+            stack.callback(agreement.close)
+            slices = cluster.found()
+            fitted = elastic.fit(
+                config, num_slices=slices.num_slices, devices_per_slice=slices.devices_per_slice
+            )
+            mesh = build_mesh(fitted.config, slices)
+            step = build_train_step(fitted.config, mesh)
+            stack.enter_context(jax.set_mesh(mesh))
+            run = _Run(fitted, step, slices, report, stack, agreement, ledger)
+            try:
+                choices.check_same_settings(fitted.config, step.spec, mesh)
+                code = run.run()
+            except JaxRuntimeError as error:
+                raise explained(error, config, has_stepped=agreement.begun > 1) from error
+        runtime.stop()
+        ledger.is_complete = code == ExitCode.DONE
+    return code
+
+
+def _agreement(config: RunConfig, preemption: Preemption, report: Sink) -> Agreement:
+    """How this process and the others find a common step, also for a preemption if the run can save."""
+    agreement = Agreement(
+        cluster.coordination_client(), jax.process_index(), jax.process_count(), preemption.heard
+    )
+    if config.checkpoint.checkpoint_every:
+        preemption.attach(agreement, config.faults.stop_grace_s, report)
+    else:
+        preemption.close()  # SIGTERM ends it at once
+    return agreement
 
 
 def _check(config: RunConfig) -> None:
     """Raises UserError for what would otherwise come to light only after training."""
-    data, metrics = config.data, config.metrics
+    data, metrics, kept = config.data, config.metrics, config.checkpoint
+    anomalies.check(config)
+    if kept.checkpoint_interval_s and kept.failures_per_day:
+        raise UserError(
+            "checkpoint_interval_s and failures_per_day both give an interval: set one of them to 0."
+        )
     if config.evaluation.eval_batches and not data.held_out_fraction and data.dataset != "synthetic":
         raise UserError(
             "held_out_fraction = 0 leaves nothing to evaluate on; set it above 0, or eval_batches=0."
@@ -58,20 +106,42 @@ def _check(config: RunConfig) -> None:
 class _Run:
     """One run in one process. ``state`` is donated to each step and replaced by its result."""
 
-    def __init__(self, config: RunConfig, step: TrainStep, report: Sink, stack: contextlib.ExitStack):
-        self.config, self.step, self.report, self.stack = config, step, report, stack
+    def __init__(
+        self,
+        fitted: Fitted,
+        step: TrainStep,
+        slices: SliceDevices,
+        report: Sink,
+        stack: contextlib.ExitStack,
+        agreement: Agreement,
+        ledger: Ledger,
+    ):
+        self.config, self.step, self.report, self.stack = fitted.config, step, report, stack
+        self.fitted, self.slices, self.agreement, self.ledger = fitted, slices, agreement, ledger
+        config = fitted.config
+        self.is_profiling = False
         self.is_first = jax.process_index() == 0
+        ledger.warn = self._say
         self.rows = local_rows(step)
-        self.store: Any = None
+        self.saver: Any = None
+        self.judge = anomalies.Judge(config.faults)
         self.start = 0
+        self.frozen_digest: str | None = None  # with LoRA
         directory = f"{config.directory}/checkpoints"
         if config.checkpoint.resume == "never":
             self._refuse_existing(directory)
         if self.is_first:
             make_directory(config.local_directory)  # what cannot be written is to show before compiling
+        kept = config.checkpoint
         # With checkpoint_every = 0 an older checkpoint is resumed all the same; several processes must agree on it.
-        if config.checkpoint.checkpoint_every or jax.process_count() > 1 or complete_steps(directory):
-            self._open_store(directory)
+        if (
+            kept.checkpoint_every
+            or kept.local_checkpoint_every
+            or kept.local_checkpoint_directory
+            or jax.process_count() > 1
+            or complete_steps(directory)
+        ):
+            self._open_saver()
 
     def _refuse_existing(self, checkpoints: str) -> None:
         metrics = self.config.local_directory / "metrics.jsonl"
@@ -81,82 +151,182 @@ class _Run:
                 " choose another run_name, delete that directory, or use resume=auto."
             )
 
-    def _open_store(self, directory: str) -> None:
-        from slicewise.checkpoint.store import CheckpointStore  # imports take a second: only where it is used
+    def _open_saver(self) -> None:
+        from slicewise.train import tiers  # imports take a second: only where they are used
+        from slicewise.train.saving import Saver
 
-        self.store = CheckpointStore(directory, keep=self.config.checkpoint.checkpoint_keep)
-        self.stack.callback(self.store.close)
-        self.start = self.store.latest() or 0
+        tier = tiers.opened(self.fitted.asked, self.slices, self.report)
+        self.saver = Saver(self.fitted.asked, self.agreement, self._say, tier)
+        self.stack.callback(self.saver.close)
 
-    def run(self) -> None:
+    def run(self) -> ExitCode:
         steps = self.config.run.steps
+        restored = self._restore()  # before compiling: a checkpoint may be refused
+        self.start = restored.step if restored else 0
         if self.start < steps:
-            state = self._train()
+            state = self._train(restored)
+            if state is None:
+                return ExitCode.PREEMPTED
         else:
             self._say(f"{self.config.directory} is complete: {self.start} steps are done, steps = {steps}.")
-            state, _ = self._restore()
+            state = restored.state
         if self.config.evaluation.eval_batches:
             loss = self._evaluate(state)
             self._say(f"held-out loss {loss:.4f} nats/token, perplexity {math.exp(loss):.2f}")
+        self.ledger.now("finish")
         if self.config.checkpoint.checkpoint_every:
-            self.store.wait()
+            self._finish_save(state)
+            self.saver.clear_local()
             self._say(f"checkpoint {self.config.directory}/checkpoints/{max(steps, self.start)}")
+        return ExitCode.DONE
 
-    def _train(self) -> TrainState:
-        """Steps ``start`` + 1 to the last. Compiling, opening the data and opening the logs go on side by side."""
+    def _train(self, restored: Any) -> TrainState | None:
+        """Steps ``start`` + 1 to the last; None when it was asked to stop before that, and has saved.
+
+        Compiling and opening the data go on side by side.
+        """
         config = self.config
-        state, data_state = None, None
-        if self.start:
-            self.report({"event": "phase", "name": "restore"})
-            state, data_state = self._restore()  # before compiling: a checkpoint may be refused
-        with ThreadPoolExecutor(3) as background:
-            loading = background.submit(self._open_loader, data_state)
-            initialising = None if state else background.submit(self._compile_init)
-            writing = background.submit(self._open_writer) if self.is_first else None
+        state = restored.state if restored else None
+        params = None if state else self._load_weights()
+        checks = Checks(self.fitted, self.step.abstract_state, self.step.mesh, self.slices)
+        writer = self._open_writer() if self.is_first else None
+        if writer:
+            self.stack.callback(writer.close)
+        with ThreadPoolExecutor(2) as background:
+            loading = background.submit(self._open_loader, restored)
+            initialising = None if state else background.submit(self._compile_init, params)
             self.report({"event": "phase", "name": "compile"})
+            self.ledger.now("compile")
             update = self._compile_update()
             loader = loading.result()
             self.stack.callback(loader.close)
             cluster.wait_for_all("compiled")
+            self.ledger.now("prepare")
             if initialising:
-                state = initialising.result()()
-            writer = writing.result() if writing else None
+                state = self._begin(initialising.result(), params)
         assert state is not None
-        if writer:
-            self.stack.callback(writer.close)
+        gc.freeze()  # programs and modules stay to the end: no collection need look at them
+        gc.enable()
+        self._compare_data(restored, loader)
         meter = _Meter(self.config, self.step, self.report, writer)
         self._say(self._describe())
         for note in choices.notes(config, self.step.spec, self.step.mesh):
             self._say(note)
-        for number in range(self.start + 1, config.run.steps + 1):
+        if loader.chat_template:
+            self._say(f"chat template: {loader.chat_template}")
+        self.ledger.now("step", from_step=self.start)
+        number, due = self.start, self._points()
+        while number < config.run.steps and STOP not in due:
+            number += 1
             self._profile(number, state)
+            self.ledger.begins(number)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
-                batch = to_global(self.step, self.rows, next(loader))
+                batch = to_global(self.step, self.rows, self._next(loader, meter))
                 if self.step.calibrate is not None and self._calibrates_at(number):
                     state = dataclasses.replace(state, ranges=self.step.calibrate(state, batch))
-                state, metrics = update(state, batch)
-            saves, evaluates = self._saves_at(number), self._evaluates_at(number)
-            meter.finished(number, metrics, read_now=saves or evaluates or number == config.run.steps)
-            if saves:
-                self._save(number, state, loader)
-            if evaluates:
-                loss = self._evaluate(state)
-                self._say(f"step {number}: held-out loss {loss:.4f} nats/token")
-                if writer:
-                    writer.write(number, {"held_out_loss": loss})
+                state, metrics = checks.step(number, update, state, batch)
+            due = self._points() if number < config.run.steps else set()
+            evaluates = self._evaluates_at(number)
+            saves = self._saves_at(number) or bool(due) or (evaluates and self._keeps_best)
+            locally = self.saver is not None and self.saver.is_due_locally(number, stops=STOP in due)
+            if saves or locally:
+                checks.before_save(number, state)
+            reads = saves or locally or evaluates or number in (self.start + 1, config.run.steps)
+            self.judge.add(number, metrics)
+            if back := self._mend(reads, meter):
+                number, state = back.step, dataclasses.replace(back.state, frozen=state.frozen)
+                self.ledger.now("step", from_step=number)
+                continue
+            meter.finished(number, metrics, read_now=reads)
+            self.ledger.stepped(number, at_once=number == self.start + 1)
+            loss = self._evaluate_within(number, state, writer) if evaluates else None
+            if saves or locally:
+                self.ledger.now("save")
+                self._save(number, state, loader, loss, shared=saves, locally=locally)
             if saves or evaluates or number == self.start + 1:
                 self._check_logits(number, state, batch)
-            if saves or evaluates:
+            if saves or locally or evaluates:
                 meter.restart_clock()
+                self.ledger.now("step")
+        if STOP in due:
+            self._stop(number, state)
+            return None
         self._profile(config.run.steps + 1, state)
+        if skipped := loader.conversations_skipped():
+            length = config.data.sequence_length
+            self._say(f"{skipped:,} conversations were skipped: no answer within sequence_length = {length}")
         return state
+
+    def _load_weights(self) -> Any:
+        """What a new run starts from, to train or to freeze; None for random numbers."""
+        if not (self.config.checkpoint.initial_weights or self.step.lora):
+            return None
+        self.report({"event": "phase", "name": "load weights"})
+        params = initial.load(self.config, self.step)
+        self._note_base(params)
+        return params
+
+    def _next(self, loader: Turns, meter: "_Meter") -> Any:
+        """The rows of the next step. Waiting for them is accounted for only when the devices had nothing to do."""
+        since_us = now_us()
+        rows = next(loader)
+        if not meter.is_busy():
+            self.ledger.waited(since_us)
+        return rows
+
+    def _points(self) -> set[str]:
+        """Before a step: what is to be done first; a step that STOP is before is not taken."""
+        if self.saver:
+            self.saver.tick()
+        return {point.what for point in self.agreement.begin()}
+
+    def _mend(self, reads: bool, meter: "_Meter") -> Any:
+        """What follows from the steps that went wrong: nothing, or the checkpoint to go on from.
+
+        Raises UserError when the run has to stop.
+        """
+        faults = self.config.faults
+        while bad := self.judge.bad(now=reads):
+            if faults.on_bad_step == "stop":
+                raise anomalies.stopped(bad)
+            if faults.on_bad_step == "skip":
+                self.judge.skips(bad)
+                self._say(f"step {bad.step}: {bad.what}; its update is left out.")
+                continue
+            self.ledger.now("restore")
+            restored = self.saver.roll_back(_kept(self.step.abstract_state), bad.step - faults.rollback_steps)
+            self.judge.rolls_back(bad, restored.metadata.get("recent_losses", ()))
+            meter.rewind(restored.step)
+            self._say(
+                f"step {bad.step}: {bad.what}; goes back to step {restored.step}, and on with the data behind it."
+            )
+            return restored
+        return None
+
+    def _stop(self, number: int, state: TrainState) -> None:
+        """All was asked to stop, and the step just taken was to be saved."""
+        self._end_profile()
+        self.report({"event": "phase", "name": "save"})
+        where = self.saver.finish_stopping(_kept(state)) or f"{self.config.directory}/checkpoints"
+        self._say(f"stops after step {number}: checkpoint {where}/{number}")
+
+    def _finish_save(self, state: TrainState) -> None:
+        self.report({"event": "phase", "name": "save"})
+        self.saver.finish(_kept(state))
+
+    def _compare_data(self, restored: Any, loader: Turns) -> None:
+        if restored:
+            from slicewise.train.saving import same_content
+
+            for line in same_content(restored, self.config, loader.fingerprint):
+                self._say(line)
 
     def _check_logits(self, number: int, state: TrainState, batch: dict) -> None:
         """Warns when the estimate that attention relies on is too low for the batch of this step."""
         if self.step.logits_above is None:
             return
         above, estimate = (
-            float(self.step.logits_above(state.params, batch)),
+            float(self.step.logits_above(self.step.weights(state), batch)),
             self.config.model.use_max_logits_estimate,
         )
         if above:
@@ -176,9 +346,22 @@ class _Run:
             choices.check_kernels(expected, lowered.as_text())
         return lowered.compile()
 
-    def _compile_init(self) -> jax.stages.Compiled:
+    def _compile_init(self, params: Any) -> jax.stages.Compiled:
+        """``init``, or ``begin`` for a run that trains the weights ``params``."""
         with jax.set_mesh(self.step.mesh):  # which belongs to a thread
-            return self.step.init.lower().compile()
+            if params is None or self.step.lora:
+                return self.step.init.lower().compile()
+            return self.step.begin.lower(params).compile()
+
+    def _begin(self, compiled: jax.stages.Compiled, params: Any) -> TrainState:
+        if params is None:
+            return compiled()
+        return dataclasses.replace(compiled(), frozen=params) if self.step.lora else compiled(params)
+
+    def _note_base(self, params: Any) -> None:
+        """Keeps the digest of what is frozen for the metadata of checkpoints."""
+        if self.step.lora:
+            self.frozen_digest = initial.digest(params)
 
     def _open_writer(self) -> MetricWriter:
         metrics = self.config.metrics
@@ -186,9 +369,9 @@ class _Run:
             self.config.local_directory, from_step=self.start, tensorboard=metrics.tensorboard
         )
 
-    def _open_loader(self, data_state: np.ndarray | None) -> BatchLoader:
-        state = None if data_state is None else data_state[self.rows]
-        return BatchLoader(self.config, self.rows, state=state, vocab_size=self.step.spec.vocab)
+    def _open_loader(self, restored: Any) -> Turns:
+        data_state, row = (restored.data_state, restored.metadata.get("row", 0)) if restored else (None, 0)
+        return Turns(self.fitted, self.rows, data_state, row, vocab_size=self.step.spec.vocab)
 
     def _describe(self) -> str:
         config, mesh = self.config, self.step.mesh
@@ -203,8 +386,12 @@ class _Run:
             self.report({"event": "text", "text": text})
 
     def _saves_at(self, number: int) -> bool:
-        every = self.config.checkpoint.checkpoint_every
-        return bool(every) and (number % every == 0 or number == self.config.run.steps)
+        return self.saver is not None and self.saver.is_due(number)
+
+    @property
+    def _keeps_best(self) -> bool:
+        kept = self.config.checkpoint
+        return bool(kept.checkpoint_every and kept.checkpoint_keep_best)
 
     def _calibrates_at(self, number: int) -> bool:
         return (number - 1) % self.config.model.quantization_calibrate_every == 0
@@ -215,32 +402,60 @@ class _Run:
         is_on = bool(evaluation.eval_every and evaluation.eval_batches)
         return is_on and number % evaluation.eval_every == 0 and number < self.config.run.steps
 
-    def _save(self, number: int, state: TrainState, loader: BatchLoader) -> None:
-        data_state = np.zeros((self.config.data.global_batch_size, 2), np.int64)
-        data_state[self.rows] = loader.state
-        if jax.process_count() > 1:  # rows held by several processes have equal states, absent ones are zero
-            data_state = multihost_utils.process_allgather(data_state).max(axis=0)
+    def _save(
+        self,
+        number: int,
+        state: TrainState,
+        loader: Turns,
+        loss: float | None,
+        *,
+        shared: bool,
+        locally: bool,
+    ) -> None:
+        data_state = np.zeros((self.fitted.asked.data.global_batch_size, 2), np.int64)
+        data_state[loader.rows] = loader.state
         metadata = {
-            "config": self.config.model_dump(),
-            "slicewise": slicewise.__version__,
             "compiler_options": self.step.compiler_options,
+            "data": loader.fingerprint,
+            "row": loader.row,
+            "recent_losses": self.judge.recent,
+            "held_out_loss": loss,
+            "frozen": self.frozen_digest,
         }
-        self.store.save(number, state, data_state=data_state, metadata=metadata)
+        self.saver.save(
+            number, _kept(state), data_state=data_state, metadata=metadata, shared=shared, locally=locally
+        )
 
-    def _restore(self) -> tuple[TrainState, np.ndarray]:
-        restored = self.store.restore(self.start, self.step.abstract_state)
-        saved, rows = len(restored.data_state), self.config.data.global_batch_size
-        if saved != rows:
-            raise UserError(
-                f"checkpoint {self.config.directory}/checkpoints/{self.start} was made with global_batch_size ="
-                f" {saved}, the config says {rows}; keep it, or start another run_name."
-            )
-        return restored.state, restored.data_state
+    def _restore(self) -> Any:
+        """The newest good checkpoint, or None."""
+        if self.saver is None:
+            return None
+        if self.saver.newest() is not None:
+            self.report({"event": "phase", "name": "restore"})
+            self.ledger.now("restore")
+        restored = self.saver.restore(_kept(self.step.abstract_state))
+        if not restored:
+            return None
+        self.judge = anomalies.Judge(self.config.faults, restored.metadata.get("recent_losses", ()))
+        if self.step.lora:
+            frozen = initial.load(self.config, self.step)
+            initial.check_base(self.config, frozen, restored.metadata)
+            self._note_base(frozen)
+            restored = dataclasses.replace(restored, state=dataclasses.replace(restored.state, frozen=frozen))
+        return restored
+
+    def _evaluate_within(self, number: int, state: TrainState, writer: MetricWriter | None) -> float:
+        loss = self._evaluate(state)
+        self._say(f"step {number}: held-out loss {loss:.4f} nats/token")
+        if writer:
+            writer.write(number, {"held_out_loss": loss})
+        return loss
 
     def _evaluate(self, state: TrainState) -> float:
         """Mean held-out loss in nats a token."""
         self.report({"event": "phase", "name": "evaluate"})
-        return mean_loss(self.config, self.step, state.params)
+        self.ledger.now("evaluate")
+        return mean_loss(self.config, self.step, self.step.weights(state))
 
     def _profile(self, number: int, state: TrainState) -> None:
         """Opens the profiling window before step ``number``, or closes it; steps before a resume are not in it."""
@@ -251,9 +466,20 @@ class _Run:
             return
         jax.block_until_ready(state)  # no step is half inside the window
         if number == first:
+            self.is_profiling = True
             jax.profiler.start_trace(str(self.config.local_directory / "profile"))
         else:
+            self._end_profile()
+
+    def _end_profile(self) -> None:
+        if self.is_profiling:
+            self.is_profiling = False
             jax.profiler.stop_trace()
+
+
+def _kept(state: TrainState) -> TrainState:
+    """What checkpoints hold of a state: all but what never changes."""
+    return dataclasses.replace(state, frozen=None)
 
 
 def mean_loss(config: RunConfig, step: TrainStep, params: Any) -> float:
@@ -277,18 +503,29 @@ class _Meter:
     def __init__(self, config: RunConfig, step: TrainStep, report: Sink, writer: MetricWriter | None):
         self.config, self.report, self.writer = config, report, writer
         self.tokens = config.data.global_batch_size * config.data.sequence_length
-        flops = model_flops(model_shape(step.spec), self.tokens, config.data.sequence_length)
+        shape = with_adapters(model_shape(step.spec), step.lora)
+        flops = model_flops(shape, self.tokens, config.data.sequence_length)
         self.flops_per_device = flops / step.mesh.devices.size
         self.peak = peak_flops_per_s(step.mesh)
         self.pending: list[tuple[int, dict]] = []
-        self.last_s = time.perf_counter()
+        self.last_s = self.reported_s = time.perf_counter()
 
     def finished(self, number: int, metrics: dict, *, read_now: bool) -> None:
         """Takes the results of step ``number`` and reads what it may of these and those of the step before."""
         self.pending.append((number, metrics))
         if read_now:
-            jax.block_until_ready(metrics)
-        read = len(self.pending) - (not metrics["loss"].is_ready())
+            return self.read_all()
+        self._read(len(self.pending) - (not metrics["loss"].is_ready()))
+
+    def read_all(self) -> None:
+        """Waits for the results that are still under way, and makes the records of all durable."""
+        if self.pending:
+            jax.block_until_ready(self.pending[-1][1])
+        self._read(len(self.pending))
+        if self.writer:
+            self.writer.flush()
+
+    def _read(self, read: int) -> None:
         done = [(n, {name: float(x) for name, x in m.items()}) for n, m in self.pending[:read]]
         del self.pending[:read]
         now_s = time.perf_counter()
@@ -296,20 +533,25 @@ class _Meter:
             self._record(n, values, (now_s - self.last_s) / read)
         if done:
             self.last_s = now_s
-        if read_now and self.writer:
-            self.writer.flush()
+
+    def is_busy(self) -> bool:
+        """Whether the devices still work on the last step that was begun."""
+        return bool(self.pending) and not self.pending[-1][1]["loss"].is_ready()
+
+    def rewind(self, step: int) -> None:
+        """The steps after ``step`` are taken again."""
+        self.pending.clear()
+        if self.writer:
+            self.writer.rewind(step)
+        self.restart_clock()
 
     def restart_clock(self) -> None:
         """After a save or an evaluation, whose time is not the next step's."""
         self.last_s = time.perf_counter()
 
     def _record(self, number: int, values: dict[str, float], step_time_s: float) -> None:
-        for name in ("loss", "gradient_norm"):  # an infinite gradient spoils weights before the loss shows it
-            if not math.isfinite(values[name]):
-                raise UserError(
-                    f"{name} is {values[name]} at step {number}; lower learning_rate or lengthen warmup_steps."
-                    " Checkpoints of earlier steps are good."
-                )
+        if (what := anomalies.not_finite(values)) and self.config.faults.on_bad_step == "stop":
+            raise anomalies.stopped(anomalies.Bad(number, what))
         rate = self.flops_per_device / step_time_s
         values |= {
             "step_time_s": step_time_s,
@@ -317,7 +559,12 @@ class _Meter:
             "tflops_per_s_per_device": rate / 1e12,
             "mfu": rate / self.peak,
         }
+        now_s = time.perf_counter()
         if number % self.config.metrics.log_every == 0 or number == self.config.run.steps:
+            self.reported_s = now_s
             self.report({"event": "step", "step": number, "steps": self.config.run.steps, **values})
             if self.writer:
                 self.writer.write(number, values)
+        elif now_s - self.reported_s > PROGRESS_INTERVAL_S:
+            self.reported_s = now_s
+            self.report({"event": "progress", "step": number})

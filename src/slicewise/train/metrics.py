@@ -6,12 +6,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slicewise.catalog import chips
@@ -30,10 +32,9 @@ def _measured_peak(mesh: Mesh, size: int = 768, repeats: int = 3) -> float:
     """The best rate of a float32 ``size`` x ``size`` matrix product on each of ``mesh``'s devices."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     shape = (mesh.devices.size, size, size)
-    ones = jax.jit(lambda: jnp.ones(shape, jnp.float32), out_shardings=sharding)
     multiply = jax.jit(lambda a, b: jnp.einsum("Nij,Njk->Nik", a, b))
     with jax.set_mesh(mesh):
-        a = ones()
+        a = jax.make_array_from_callback(shape, sharding, lambda _: np.ones((1, size, size), np.float32))
         multiply(a, a).block_until_ready()
         best_s = math.inf
         for _ in range(repeats):
@@ -67,12 +68,20 @@ class MetricWriter:
         self._events = _EventFile(directory / "tensorboard", from_step) if tensorboard else None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        line = memoryview((json.dumps({"step": step, **values}) + "\n").encode())
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line = memoryview((json.dumps({"step": step, **finite}) + "\n").encode())
         with _writing(self._path):
             while line:  # a nearly full disk takes a part
                 line = line[self._file.write(line) :]
         if self._events:
-            self._events.write(step, values)
+            self._events.write(step, {name: value for name, value in finite.items() if value is not None})
+
+    def rewind(self, step: int) -> None:
+        """Drops the records after ``step``: the steps are taken again."""
+        with _writing(self._path):
+            self._file.truncate(_kept_bytes(self._path, step))
+        if self._events:
+            self._events.start(step)
 
     def flush(self) -> None:
         """Makes durable what was written: before a checkpoint, so that a run resumed from it has no gap."""
@@ -108,37 +117,71 @@ def _kept_bytes(path: Path, from_step: int) -> int:
 
 
 class _EventFile:
-    """A TensorBoard event file. tensorboardX's own writer is a thread whose death, on a full disk, nobody hears of."""
+    """A TensorBoard event file, opened and written by a thread of its own: loading its library takes a second.
+
+    What the thread could not write is raised by the next call. tensorboardX's own thread dies of a full disk unheard.
+    """
 
     def __init__(self, directory: Path, from_step: int):
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2, summary_pb2
-
-        self._directory, self._protos = directory, (event_pb2, summary_pb2)
-        with _writing(directory):
-            directory.mkdir(exist_ok=True)
-            self._file = EventsWriter(str(directory / "events"), filename_suffix=f".{from_step}")
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # hides events of lost steps
-            self._file.write_event(event_pb2.Event(step=from_step + 1, session_log=start))
+        self._directory, self._from_step = directory, from_step
+        self._thread = ThreadPoolExecutor(1)
+        self._jobs: list[Future[None]] = []
         self._flushed_s = time.monotonic()
+        self._file: Any = None
+
+    def start(self, step: int) -> None:
+        """Hides the events of steps after ``step``, which were lost."""
+        self._do(self._restart, step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        event_pb2, summary_pb2 = self._protos
-        scalars = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        event = event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=scalars))
-        with _writing(self._directory):
-            self._file.write_event(event)
+        self._do(self._append, time.time(), step, dict(values))
         if time.monotonic() - self._flushed_s > EVENTS_FLUSH_S:
-            self.flush()
+            self._flushed_s = time.monotonic()
+            self._do(lambda: self._file.flush())
 
     def flush(self) -> None:
-        self._flushed_s = time.monotonic()
-        with _writing(self._directory):
-            self._file.flush()
+        """Returns once all that was written is in the file."""
+        if self._jobs or self._file:
+            self._do(lambda: self._file.flush())
+        self._check(self._jobs)
 
     def close(self) -> None:
-        with _writing(self._directory):
-            self._file.close()
+        self._thread.shutdown()
+        try:
+            self._check(self._jobs)
+        finally:
+            if self._file:
+                with _writing(self._directory):
+                    self._file.close()
+
+    def _do(self, job: Callable[..., None], *args: Any) -> None:
+        self._check([j for j in self._jobs if j.done()])
+        self._jobs.append(self._thread.submit(job, *args))
+
+    def _check(self, jobs: Iterable[Future[None]]) -> None:
+        for job in list(jobs):
+            self._jobs.remove(job)
+            with _writing(self._directory):
+                job.result()
+
+    def _append(self, wall_time_s: float, step: int, values: dict[str, float]) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        if not self._file:
+            self._directory.mkdir(exist_ok=True)
+            self._file = EventsWriter(str(self._directory / "events"), filename_suffix=f".{self._from_step}")
+            self._restart(self._from_step)
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._file.write_event(Event(wall_time=wall_time_s, step=step, summary=Summary(value=scalars)))
+
+    def _restart(self, step: int) -> None:
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._from_step = step
+        if self._file:
+            self._file.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
 
 @contextlib.contextmanager

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from slicewise.catalog.model import ModelSpec
-from slicewise.kernels.attention.api import Tokens
+from slicewise.config import ContextStrategy
+from slicewise.kernels.attention.api import REFERENCE, Kernel, Tokens
 from slicewise.model import transformer
 from slicewise.model.loss import Loss, summed_loss
+from slicewise.parallel.context import ahead
 
 Batch = dict[str, jax.Array]
 
@@ -53,26 +55,34 @@ class Terms:
 
 
 def objective(
-    params: transformer.Params, spec: ModelSpec, part: Batch, whole: Counts, weights: Weights, **how: Any
+    params: transformer.Params,
+    spec: ModelSpec,
+    part: Batch,
+    whole: Counts,
+    weights: Weights,
+    *,
+    kernel: Kernel = REFERENCE,
+    is_frozen: bool = False,
+    **how: Any,
 ) -> tuple[jax.Array, Terms]:
     """What ``part`` of the batch that ``whole`` counts adds to the objective, and its terms.
 
-    ``how`` goes to transformer.states.
+    With ``is_frozen`` the output matrix has no gradient. ``kernel`` and ``how`` go to transformer.states.
     """
     where = Tokens(part["positions"], part["segment_ids"])
     predict = bool(spec.prediction_layers and weights.prediction)
-    states = transformer.states(params, spec, part["tokens"], where, predict=predict, **how)
+    states = transformer.states(params, spec, part["tokens"], where, predict=predict, kernel=kernel, **how)
     matrix = transformer.output_matrix(params)
 
     def cross_entropy(x_BTD: jax.Array, targets_BT: jax.Array, z_loss_weight: float) -> jax.Array:
-        how = Loss(spec.vocab, spec.tied_embeddings, spec.logits_softcap, z_loss_weight)
-        return summed_loss(x_BTD, matrix, targets_BT, how) / whole.predicted
+        loss = Loss(spec.vocab, spec.tied_embeddings, spec.logits_softcap, z_loss_weight, is_frozen=is_frozen)
+        return summed_loss(x_BTD, matrix, targets_BT, loss) / whole.predicted
 
     total = loss = cross_entropy(states.x_BTD, part["targets"], weights.z_loss)
     prediction_loss = balance_loss = share_LE = None
     if predict:
         losses = [
-            cross_entropy(x_BTD, targets_ahead(part, depth), 0.0)
+            cross_entropy(x_BTD, targets_ahead(part, depth, kernel.strategy), 0.0)
             for depth, x_BTD in enumerate(states.predicted, 1)
         ]
         prediction_loss = sum(losses) / len(losses)
@@ -88,9 +98,9 @@ def objective(
     return total, Terms(loss, prediction_loss, balance_loss, share_LE)
 
 
-def targets_ahead(part: Batch, by: int) -> jax.Array:
+def targets_ahead(part: Batch, by: int, strategy: ContextStrategy = "all_gather") -> jax.Array:
     """The targets of a prediction layer: those ``by`` tokens later in the same document, else -1."""
     segments_BT = part["segment_ids"]
-    later_BT = transformer.ahead(part["targets"], by, -1)
-    same_BT = transformer.ahead(segments_BT, by, 0) == segments_BT
+    later_BT = ahead(part["targets"], by, -1, strategy)
+    same_BT = ahead(segments_BT, by, 0, strategy) == segments_BT
     return jnp.where(same_BT, later_BT, -1)

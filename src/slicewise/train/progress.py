@@ -4,6 +4,7 @@ An event is a dict with the key ``event``:
 
     phase  name                                         what the run does now: "compile", "save", ...
     step   step, steps, loss, step_time_s, tokens_per_s, tflops_per_s_per_device, mfu (0 to 1, or None)
+    progress  step                                      a finished step that is not worth a record, now and then
     text   text                                         a line for the reader
     error  code, message                                why this process is about to end
 

@@ -1,9 +1,10 @@
 """Opening a trained model: from a run's folder or one step of it, to parameters on this job's devices."""
 
+import dataclasses
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from slicewise.checkpoint.store import CheckpointStore
@@ -11,6 +12,7 @@ from slicewise.config import AXES, RunConfig, with_overrides
 from slicewise.errors import UserError
 from slicewise.parallel import cluster
 from slicewise.parallel.mesh import build_mesh
+from slicewise.train import initial
 from slicewise.train.step import TrainStep, build_train_step
 
 
@@ -34,7 +36,7 @@ def open_trained(path: str, overrides: list[str]) -> Trained:
     The layout is whole parameters on every device unless ``overrides`` say another. Raises UserError when there is
     no complete checkpoint, or when it does not fit the overrides.
     """
-    directory, number = _locate(path)
+    directory, number = initial.located(path)
     store = CheckpointStore(directory, keep=1)
     try:
         number = store.latest() if number is None else number
@@ -43,19 +45,16 @@ def open_trained(path: str, overrides: list[str]) -> Trained:
         config, devices = RunConfig.model_validate(store.read_metadata(number)["config"]), cluster.found()
         config = with_overrides(config, [*_whole_on_each(config, devices.array.size), *overrides])
         step = build_train_step(config, build_mesh(config, devices))
-        params = store.restore(number, {"params": step.abstract_state.params}, partial=True).state["params"]
+        wanted = dataclasses.replace(step.abstract_state, frozen=None, opt_state=None)
+        state = store.restore(number, wanted, partial=True).state
+        if step.lora:
+            with jax.set_mesh(step.mesh):
+                frozen = initial.load(config, step)
+            initial.check_base(config, frozen, store.read_metadata(number))
+            state = dataclasses.replace(state, frozen=frozen)
     finally:
         store.close()
-    return Trained(config, step, params, number)
-
-
-def _locate(path: str) -> tuple[str, int | None]:
-    """(checkpoints directory, step or None for the newest)."""
-    path = path.rstrip("/")
-    directory, _, name = path.rpartition("/")
-    if name.isdigit() and PurePosixPath(directory).name == "checkpoints":
-        return directory, int(name)
-    return (path if name == "checkpoints" else f"{path}/checkpoints"), None
+    return Trained(config, step, step.weights(state), number)
 
 
 def _whole_on_each(config: RunConfig, devices: int) -> list[str]:

@@ -89,7 +89,8 @@ def _experts(config: RunConfig, spec: ModelSpec, degrees: AxisDegrees, device: D
     ways, tensor = degrees.total("expert"), degrees.total("tensor")
     shards = degrees.total("data") * degrees.total("fsdp") * ways
     sequences = config.data.global_batch_size // config.optimizer.gradient_accumulation_steps // shards
-    rows = matmul_tiles.padded(sequences * config.data.sequence_length * e.per_token)
+    tokens = config.data.sequence_length // degrees.total("context")
+    rows = matmul_tiles.padded(sequences * tokens * e.per_token)
     hidden, limit_kib = e.d_ff // tensor, config.compiler.scoped_vmem_limit_kib
     is_8_bit = config.model.quantization != "none" and config.model.use_qwix_quantization
     dtype = EIGHT_BIT[config.model.quantization] if is_8_bit else config.model.compute_dtype

@@ -147,13 +147,18 @@ class Device:
 
 def choice(asked: str, platform: str, length: int = 256, max_logit: float = 0.0) -> Kernel:
     kind = {"tpu": "TPU v6 lite", "cpu": "cpu"}[platform]
-    return choose(asked, SimpleNamespace(devices=np.array([Device(platform, kind)])), length, max_logit)
+    return choose(
+        asked,
+        SimpleNamespace(devices=np.array([Device(platform, kind)]), shape={"context": 1}),
+        length,
+        max_logit,
+    )
 
 
 def test_auto_follows_the_devices_of_the_mesh():
     assert choice("auto", "cpu", max_logit=5.0) == Kernel("reference", max_logit=5.0)
     assert choice("auto", "tpu", max_logit=5.0) == Kernel("splash", "v6e", max_logit=5.0)
-    assert choice("xla_chunked", "tpu") == Kernel("xla_chunked")
+    assert choice("xla_chunked", "tpu") == Kernel("xla_chunked", "v6e")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from slicewise.errors import UserError
 from slicewise.launch.queued_resources import Request, owner
 from slicewise.launch.queued_resources.request import RUNTIME_VERSIONS, check_id, check_same_type, to_message
-from slicewise.launch.queued_resources.ssh import choose, scp_command, ssh_command
+from slicewise.launch.queued_resources.ssh import check_copy, choose, ssh_command
 from slicewise.launch.workers import Worker
 
 PARENT = "projects/p/locations/z"
@@ -106,18 +106,19 @@ def test_workers_are_chosen_by_slice_and_index():
 
 
 def test_host_keys_are_checked_and_a_command_is_one_word(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLICEWISE_EMULATOR", str(tmp_path / "e"))
-    known = Worker(0, 0, "h", 2222, "me", "/key", "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIabc")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    known = Worker(0, 0, "h", 2222, "me", "/e/key", "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIabc")
     words = ssh_command(known, "echo 'a b'", batch=True)
     assert words[-1] == "echo 'a b'"
     assert {"StrictHostKeyChecking=yes", "BatchMode=yes", "IdentitiesOnly=yes"} <= set(words)
-    [file] = [w.partition("=")[2] for w in words if w.startswith("UserKnownHostsFile=")]
-    with open(file) as read:
-        assert read.read() == f"* {known.known_host_key}\n"
-    assert "StrictHostKeyChecking=accept-new" in ssh_command(workers()[0], None, batch=False)
+    assert "UserKnownHostsFile=/e/known_hosts" in words
+    words = ssh_command(workers()[0], None, batch=False)
+    assert {"StrictHostKeyChecking=accept-new", f"UserKnownHostsFile={tmp_path}/slicewise/known_hosts"} <= {
+        *words
+    }
 
 
 @pytest.mark.parametrize(("sources", "target"), [(["a"], "b"), ([":a"], ":b"), (["a", ":b"], ":c")])
 def test_scp_goes_one_way_between_here_and_there(sources, target):
     with pytest.raises(UserError, match="write the paths there as :PATH"):
-        scp_command(workers()[0], sources, target, recursive=False)
+        check_copy(sources, target, recursive=False)

@@ -69,7 +69,8 @@ class Target:
     def popen(self, *command, options=(), **popen):
         """The real command, with the timing of a test."""
         script = (
-            "import sys, slicewise.launch.runner.run as r, slicewise.launch.runner.fleet as f\n"
+            "import signal, sys, slicewise.launch.runner.run as r, slicewise.launch.runner.fleet as f\n"
+            "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may run under nohup
             f"f.Timing.__init__.__defaults__ = {tuple(dataclasses.astuple(QUICK))}\n"
             "from slicewise.cli import main\nsys.exit(main(sys.argv[1:]))"
         )

@@ -4,15 +4,17 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slicewise.errors import UserError
-from slicewise.launch.runner.agent import MAGIC, STAMP, Frames, frame, processes_below, send_signal
+from slicewise.launch.runner.agent import processes_below, send_signal
+from slicewise.launch.runner.agent_wire import MAGIC, STAMP, Frames, dumps, frame, loads
 from slicewise.launch.runner.link import agent_source, boot_command
 
 
@@ -26,6 +28,47 @@ def test_frames_arrive_whole_however_they_are_cut(frames, step):
     for at in range(0, len(data), step):
         found += reader.feed(data[at : at + step])
     assert found == frames
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(JSON)
+@settings(max_examples=50)
+def test_what_is_said_is_json_as_others_write_and_read_it(value):
+    assert json.loads(dumps(value)) == value
+    assert loads(json.dumps(value)) == value
+    assert loads(json.dumps(value, ensure_ascii=False)) == value
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1,", "nul", "[1] 2", "{'a': 1}", '"\x01"'])
+def test_what_is_no_json_is_refused(text):
+    with pytest.raises(ValueError, match="not JSON|Expecting|Invalid|Illegal"):
+        loads(text)
+
+
+def test_a_python_without_the_parts_of_json_takes_json_itself(monkeypatch):
+    from slicewise.launch.runner import agent_wire
+
+    monkeypatch.setitem(sys.modules, "_json", None)
+    dumps, loads = agent_wire._coders()
+    assert (dumps, loads) == (json.dumps, json.loads)
+
+
+def test_an_agent_is_small():
+    """Thousands of them may be on one machine. What is imported is most of what each takes."""
+    script = (
+        "import sys; exec(compile(sys.stdin.read(), 'agent', 'exec'), {'__name__': 'x'})\nprint(*sys.modules)"
+    )
+    done = subprocess.run(
+        ["python3", "-ISc", script], input=agent_source()[8:].decode(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert not {"re", "enum", "json", "contextlib", "collections", "signal", "zlib"} & {*done.stdout.split()}
 
 
 @pytest.mark.parametrize("python", ["", "a b", "python3;x", "$(x)", "'", "py\nthon"])

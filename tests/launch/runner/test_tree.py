@@ -5,7 +5,7 @@ import zlib
 import pytest
 
 from slicewise.errors import UserError
-from slicewise.launch.runner import agent
+from slicewise.launch.runner import agent_tree
 from slicewise.launch.runner import tree as tree_module
 from slicewise.launch.runner.tree import read_tree
 
@@ -105,7 +105,7 @@ def arrive(tree, there, paths=None):
 
 def test_a_tree_arrives_whole_and_then_only_what_changed(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(tree_module, "BATCH_BYTES", 2)  # every file a batch
-    there = agent.Tree(str(tmp_path / "there"))
+    there = agent_tree.Tree(str(tmp_path / "there"))
     tree = read_tree(folder)
     assert there.lacks(tree.digest, None) is True
     assert sorted(there.lacks(tree.digest, tree.entries)) == sorted(EXPECTED)
@@ -114,7 +114,7 @@ def test_a_tree_arrives_whole_and_then_only_what_changed(folder, tmp_path, monke
     assert (copy / "sub" / "b.sh").stat().st_mode & 0o777 == 0o700
     assert (copy / "link").readlink().name == "a.py"
     assert modes(read_tree(copy)) == EXPECTED
-    assert agent.Tree(str(copy)).lacks(tree.digest, None) is None
+    assert agent_tree.Tree(str(copy)).lacks(tree.digest, None) is None
 
     (copy / "output").write_text("of a command")
     (folder / "sub" / "b.sh").unlink()
@@ -124,7 +124,7 @@ def test_a_tree_arrives_whole_and_then_only_what_changed(folder, tmp_path, monke
     (folder / "a.py").mkdir()
     (folder / "a.py" / "c").write_text("in a folder now")
     changed = read_tree(folder)
-    again = agent.Tree(str(copy))
+    again = agent_tree.Tree(str(copy))
     assert again.lacks(changed.digest, None) is True
     lacking = again.lacks(changed.digest, changed.entries)
     assert sorted(lacking) == ["a.py/c", "sub"]
@@ -136,18 +136,18 @@ def test_a_tree_arrives_whole_and_then_only_what_changed(folder, tmp_path, monke
 
 @pytest.mark.parametrize("path", ["../x", "/etc/x", "a/../../x", "a//b", "./a", "a/."])
 def test_a_path_that_leaves_the_tree_is_refused(tmp_path, path):
-    there = agent.Tree(str(tmp_path / "there"))
+    there = agent_tree.Tree(str(tmp_path / "there"))
     with pytest.raises(OSError, match="not a path inside"):
-        there.unpack(agent.pack([[path, "file", "0", 1]], [b"x"]))
+        there.unpack(agent_tree.pack([[path, "file", "0", 1]], [b"x"]))
     assert [p.name for p in tmp_path.iterdir()] in ([], ["there"])
 
 
 def test_a_link_that_leads_out_of_the_tree_is_not_followed(tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
-    there = agent.Tree(str(tmp_path / "there"))
-    there.unpack(agent.pack([["a", "link", "0", len(str(outside))]], [str(outside).encode()]))
-    there.unpack(agent.pack([["a/b", "file", "0", 1]], [b"x"]))
+    there = agent_tree.Tree(str(tmp_path / "there"))
+    there.unpack(agent_tree.pack([["a", "link", "0", len(str(outside))]], [str(outside).encode()]))
+    there.unpack(agent_tree.pack([["a/b", "file", "0", 1]], [b"x"]))
     assert not list(outside.iterdir())
     assert (tmp_path / "there" / "a" / "b").read_text() == "x"
 
@@ -156,8 +156,8 @@ def test_removing_does_not_follow_a_link_that_replaced_a_folder(tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "b").write_text("mine")
-    there = agent.Tree(str(tmp_path / "there"))
-    there.unpack(agent.pack([["a/b", "file", "0", 1], ["c/d/e", "file", "0", 1]], [b"x", b"x"]))
+    there = agent_tree.Tree(str(tmp_path / "there"))
+    there.unpack(agent_tree.pack([["a/b", "file", "0", 1], ["c/d/e", "file", "0", 1]], [b"x", b"x"]))
     (tmp_path / "there" / "a" / "b").unlink()
     (tmp_path / "there" / "a").rmdir()
     (tmp_path / "there" / "a").symlink_to(outside)

@@ -278,6 +278,13 @@ def test_an_api_server_that_is_not_there_is_named(kubernetes, run_toml, monkeypa
         (["--local", "2x1x1"], "--local goes with --target local, not with jobset"),
         (["--type", "h100-8"], "expected slices of TPUs"),
         (["--slices", "0"], "--slices"),
+        (["--queue", "My Queue"], "--queue 'My Queue': expected at most 63 lower-case letters"),
+        (["--queue", "q" * 64], "expected at most 63"),
+        (["--queue", "queue-"], "--queue 'queue-'"),
+        (["--namespace", "a/b"], "--namespace 'a/b': expected"),
+        (["--priority-class", "High"], "--priority-class 'High': expected at most 253"),
+        (["--service-account", "a_b"], "--service-account 'a_b': expected"),
+        (["--secret", "tokens\n"], "--secret 'tokens\\n': expected"),
         (["ici_fsdp_parallelism=3"], "which is not the 16 devices per slice found"),
     ],
 )

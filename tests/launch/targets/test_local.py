@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from slicewise.errors import ExitCode, UserError
+from slicewise.launch.policy import Watch
 from slicewise.launch.targets.local import ClusterShape, run_local
 
 pytestmark = pytest.mark.multiprocess
@@ -175,16 +176,25 @@ def test_what_is_no_event_is_shown_as_output(script):
     assert (code, lines) == (0, ["s0h0 | {bad", "s0h0 | [1]"])
 
 
-def test_on_a_terminal_lines_appear_above_one_bar_that_stays(script):
+def test_on_a_terminal_lines_appear_above_one_bar_that_stays(script, tmp_path):
     path = script("""
-        for number in (1, 2):
-            emit(event="step", step=number, steps=2, loss=1.0)
-            time.sleep(0.5)  # the bar is redrawn four times a second
-            print("line", number, flush=True)
+        emit(event="step", step=1, steps=2, loss=1.0)
+        wait_for("drawn")
+        print("line 1", flush=True)
+        emit(event="step", step=2, steps=2, loss=1.0)
+        print("line 2", flush=True)
     """)
     file, environment = io.StringIO(), {"TERM": "xterm"}
     console = Console(file=file, width=100, force_terminal=True, color_system=None, _environ=environment)
+
+    def watch():
+        eventually(lambda: "1/2" in file.getvalue(), timeout_s=120)
+        (tmp_path / "drawn").touch()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     assert run_local([str(path)], ONE, log_directory=None, console=console) == 0
+    watcher.join()
     output = file.getvalue()
     assert output.index("1/2") < output.index("s0h0 | line 1\n") < output.rindex("s0h0 | line 2\n")
     assert "2/2" in output[output.rindex("s0h0 | line 2\n") :]
@@ -316,6 +326,22 @@ def test_a_process_that_stays_after_the_others_finished_is_a_failure(script, mon
     assert not any("consequence" in line for line in lines)
 
 
+def test_a_process_without_progress_has_failed_and_all_leave_their_stacks(script):
+    path = script("""
+        import faulthandler
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        emit(event="progress", step=7)
+        def waits_for_ever():
+            time.sleep(100)
+        waits_for_ever()
+    """)
+    code, lines = run(path, TWO, watch=Watch(stall_timeout_s=0.4), failure_grace_s=0.5)
+    assert code == ExitCode.INTERNAL
+    assert any("made no progress for 0.4 s, since step 7" in line for line in lines)
+    for place in ("s0h0 | ", "s0h1 | "):
+        assert any(line.startswith(place) and "in waits_for_ever" in line for line in lines)
+
+
 def test_all_that_a_process_wrote_is_handed_out_before_its_exit(script, monkeypatch):
     monkeypatch.setattr("slicewise.launch.processes.READ_BYTES", 2)
     monkeypatch.setattr("slicewise.launch.processes.MAX_DRAIN_READS", 10_000)
@@ -437,12 +463,9 @@ def test_processes_that_ignore_sigterm_are_killed_after_the_grace(script, tmp_pa
     assert not any(map(is_alive, ranks))
 
 
-def test_when_one_dies_of_sigterm_the_others_do_not_get_the_whole_grace(script, tmp_path):
-    body = (
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN if rank else signal.SIG_DFL)\n"
-        + READY
-        + "time.sleep(100)"
-    )
+@pytest.mark.parametrize("ends", ["signal.SIG_DFL", "lambda *_: os._exit(143)"])
+def test_when_one_could_not_save_the_others_do_not_get_the_whole_grace(script, tmp_path, ends):
+    body = f"signal.signal(signal.SIGTERM, signal.SIG_IGN if rank else {ends})\n" + READY + "time.sleep(100)"
     with parent(script(body)) as process:
         ranks = pids(tmp_path, "rank0", "rank1")
         process.send_signal(signal.SIGTERM)

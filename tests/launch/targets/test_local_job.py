@@ -74,7 +74,7 @@ def test_a_gang_is_started_again_by_the_code_of_its_first_failure_and_logs_of_al
         if attempt < 4 and (rank == 1 or attempt == 3):
             os._exit({1: 75, 2: 1, 3: 76}[attempt])
         if attempt < 4:
-            time.sleep(60)
+            time.sleep(600)
     """)
     result = place.supervise(spec)
     assert (result.fault, result.code, result.attempt) == (Fault.NONE, 0, 4)
@@ -110,12 +110,12 @@ def test_a_stuck_gang_leaves_the_stacks_of_all_its_processes_and_is_started_agai
         """
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         def waits_for_ever():
-            time.sleep(60)
-        emit(event="step", step=7, steps=9)
+            time.sleep(600)
         if attempt == 1:
+            emit(event="step", step=7, steps=9)
             waits_for_ever()
         """,
-        watch=Watch(start_timeout_s=30, stall_timeout_s=0.8),
+        watch=Watch(stall_timeout_s=0.8),
     )
     assert place.supervise(spec).state == "done"
     ending = place.job.attempt_ending(1)
@@ -129,9 +129,9 @@ def test_a_stuck_gang_leaves_the_stacks_of_all_its_processes_and_is_started_agai
 def test_a_process_that_does_not_answer_at_all_is_killed_with_its_gang(place):
     spec = place.spec(
         """
-        emit(event="step", step=1, steps=9)
         if attempt == 1:
-            os.kill(os.getpid(), signal.SIGSTOP) if rank else time.sleep(60)
+            emit(event="step", step=1, steps=9)
+            os.kill(os.getpid(), signal.SIGSTOP) if rank else time.sleep(600)
         """,
         watch=Watch(stall_timeout_s=0.5),
     )
@@ -139,7 +139,7 @@ def test_a_process_that_does_not_answer_at_all_is_killed_with_its_gang(place):
 
 
 def test_a_supervisor_whose_attempt_was_taken_over_stops_its_gang_and_writes_nothing(place):
-    spec = place.spec("emit(event='step', step=attempt, steps=9); time.sleep(60)")
+    spec = place.spec("emit(event='step', step=attempt, steps=9); time.sleep(600)")
     taken = threading.Thread(target=take_over, args=(place, spec))
     taken.start()
     with pytest.raises(Superseded):
@@ -163,7 +163,7 @@ def test_a_cancelled_job_is_asked_to_save_and_its_result_says_so(place):
             os._exit(76)
         signal.signal(signal.SIGTERM, save)
         emit(event="step", step=1, steps=9)
-        time.sleep(60)
+        time.sleep(600)
     """)
 
     def cancel():
@@ -205,7 +205,7 @@ def test_a_trainer_knows_its_attempt_and_the_environment_of_the_job(place):
 
 def test_a_stuck_trainer_that_cannot_show_its_stacks_is_started_again_all_the_same(place):
     spec = place.spec(
-        "emit(event='step', step=1, steps=2)\nif attempt == 1: time.sleep(60)",
+        "if attempt == 1:\n    emit(event='step', step=1, steps=2)\n    time.sleep(600)",
         watch=Watch(stall_timeout_s=0.5),
         slices=1,
     )

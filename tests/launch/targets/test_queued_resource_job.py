@@ -124,7 +124,7 @@ def emulator_environment(environment):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = before
 
 
-def eventually(condition, why=lambda: "", timeout_s=90.0):
+def eventually(condition, why=lambda: "", timeout_s=240.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"did not happen in time: {why()}"
@@ -165,6 +165,8 @@ def test_training_goes_on_by_itself_and_exactly_when_a_slice_is_preempted(cloud)
     assert (result.state, result.attempt) == ("done", 2)
     assert cloud.losses("torn") == undisturbed
     assert job.attempt_ending(1).fault == Fault.PREEMPTION
+    # the leader, of the other slice, was restarted too and cannot know: the supervisor has seen it
+    assert job.attempt_ending(1).why == "slice torn-1 lost (PREEMPTED)"
     assert cloud.status("torn")["preemptions"] == 1
     eventually(lambda: not cloud.queued_resources(), lambda: cloud.queued_resources())
     assert b"resumes after step" in job.log(2, "s0h0")
@@ -225,6 +227,7 @@ class Supervised:
 
     def __init__(self, cloud, name, body, tier="spot", **more):
         self.name, self.lines, self.outcome = name, [], None
+        self.on_line = lambda line: None  # called in the supervisor's thread
         script = cloud.folder / f"{name}.py"
         script.write_text(TRAINER + textwrap.dedent(body))
         self.job = cloud.job(name)
@@ -248,9 +251,13 @@ class Supervised:
 
     def _run(self):
         try:
-            self.outcome = queued_resource.supervise_slices(self.job, self.spec, self.lines.append)
+            self.outcome = queued_resource.supervise_slices(self.job, self.spec, self._say)
         except Superseded as newer:
             self.outcome = newer
+
+    def _say(self, line):
+        self.lines.append(line)
+        self.on_line(line)
 
     def until_started(self, attempt=1):
         def started():
@@ -259,12 +266,12 @@ class Supervised:
         eventually(started, lambda: self.lines)
 
     def ended(self):
-        self.thread.join(60)
+        self.thread.join(150)
         assert self.outcome, self.lines
         return self.outcome
 
 
-LONG = "time.sleep(60 if attempt == 1 else 0)"
+LONG = "time.sleep(600 if attempt == 1 else 0)"
 
 
 def test_maintenance_lets_trainers_save_and_costs_a_preemption(cloud):
@@ -277,21 +284,64 @@ def test_maintenance_lets_trainers_save_and_costs_a_preemption(cloud):
     assert job.job.current().tally == Tally(preemptions=1)
 
 
+IN_STEP = """
+here, mine, other = os.path.dirname(sys.argv[0]), f"{os.path.basename(sys.argv[0])}-{rank}", 1 - rank
+step = 1
+while attempt == 1:  # as collectives do: a step ends once the other has come to it
+    step += 1
+    open(os.path.join(here, mine), "w").write(str(step))
+    while True:
+        try:
+            if int(open(os.path.join(here, f"{os.path.basename(sys.argv[0])}-{other}")).read() or 0) >= step:
+                break
+        except OSError:
+            pass
+        time.sleep(0.1)
+    os.write(int(os.environ["SLICEWISE_EVENTS_FD"]), (json.dumps(dict(event="step", step=step)) + "\\n").encode())
+"""
+
+
 @pytest.mark.parametrize("name", ["cold", "colder"])
 def test_machines_that_show_no_sign_of_life_are_restarted(cloud, name, monkeypatch):
-    monkeypatch.setattr(queued_resource, "IDLE_MARGIN_S", 0.5)
-    watch = Watch(start_timeout_s=5, stall_timeout_s=4)
-    job = Supervised(cloud, name, LONG, tier="on-demand", watch=watch)
+    """Their patience is over once they are frozen, and there again once they are restarted: no matter how slow."""
+    watch = Watch(start_timeout_s=600, stall_timeout_s=600)
+    job = Supervised(cloud, name, IN_STEP, tier="on-demand", watch=watch)
     job.until_started()
     frozen = f"{name}-0" if name == "cold" else f"{name}-1"  # the leader, or a worker that it waits for
     emulator.control(cloud.state, "inject", fault="freeze", node=frozen)
+    job.on_line = lambda line: "are restarted" in line and monkeypatch.undo()
+    monkeypatch.setattr(queued_resource, "IDLE_MARGIN_S", 2.0 - watch.stall_timeout_s)
     result = job.ended()
     assert result.state == "done", job.lines
-    assert f"{name}: all its machines are restarted" in job.lines
+    assert f"{name}: no sign of life, so all its machines are restarted" in job.lines
+    assert job.job.attempt_ending(1).why == "no sign of life, so all its machines are restarted"
+
+
+def test_an_elastic_job_goes_on_without_a_preempted_slice_until_its_replacement_comes(cloud):
+    lost = cloud.folder / "lost"
+    body = f"""
+        slices = os.environ["SLICEWISE_NUM_SLICES"]
+        print("of", slices, flush=True)
+        while attempt == 1:
+            time.sleep(0.1)
+            if os.path.exists({str(lost)!r}):
+                os._exit(1)  # as a trainer does whose peers are gone
+        time.sleep(60 if slices == "1" else 0)
+    """
+    watch = Watch(replacement_wait_s=0.5, failure_grace_s=0.5)
+    job = Supervised(cloud, "shrinks", body, elastic_sizes=(1,), watch=watch, budgets=Budgets(failures=0))
+    job.until_started()
+    emulator.control(cloud.state, "inject", fault="preempt", node="shrinks-1", hold_s=30.0)
+    lost.touch()
+    eventually(lambda: b"of 1" in job.job.log(2, "s0h0"), lambda: job.lines)
+    result = job.ended()
+    assert (result.state, result.attempt) == ("done", 3), job.lines
+    assert job.job.log(3, "s0h0").count(b"of 2") == job.job.log(3, "s1h0").count(b"of 2") == 1
+    assert job.job.current().tally == Tally(preemptions=2)
 
 
 def test_a_running_job_is_cancelled_and_gives_its_slices_back(cloud):
-    job = Supervised(cloud, "stop", "time.sleep(60)")
+    job = Supervised(cloud, "stop", "time.sleep(600)")
     job.until_started()
     job.job.ask_to_cancel(job.spec.submission)
     result = job.ended()
@@ -300,7 +350,7 @@ def test_a_running_job_is_cancelled_and_gives_its_slices_back(cloud):
 
 
 def test_a_supervisor_that_was_replaced_leaves_the_slices_alone(cloud):
-    job = Supervised(cloud, "mine", "time.sleep(60)")
+    job = Supervised(cloud, "mine", "time.sleep(600)")
     job.until_started()
     job.job.take_place(queued_resource.SUPERVISOR, {"token": "another"})
     assert isinstance(job.ended(), Superseded)
@@ -310,7 +360,7 @@ def test_a_supervisor_that_was_replaced_leaves_the_slices_alone(cloud):
 
 
 def test_slices_that_somebody_deleted_are_not_asked_for_again(cloud):
-    job = Supervised(cloud, "gone", "time.sleep(60)")
+    job = Supervised(cloud, "gone", "time.sleep(600)")
     job.until_started()
     client = qr.connect(qr.emulator_target(cloud.emulator))
     qr.delete(client, "gone", force=True)
@@ -330,7 +380,7 @@ def test_a_suspended_queued_resource_is_asked_for_anew_and_the_job_goes_on(cloud
 
 
 def test_requests_for_new_slices_end_with_the_budget_of_preemptions(cloud):
-    job = Supervised(cloud, "poor", "time.sleep(60)", budgets=Budgets(preemptions=0))
+    job = Supervised(cloud, "poor", "time.sleep(600)", budgets=Budgets(preemptions=0))
     job.until_started()
     emulator.control(cloud.state, "inject", fault="preempt", node="poor-0", suspend=True)
     result = job.ended()

@@ -89,8 +89,40 @@ def test_options_that_the_script_decides_or_that_are_none_are_refused(option, sa
 
 def test_without_slurm_the_command_says_so(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(UserError, match="sbatch is not installed here"):
+    with pytest.raises(UserError, match="sbatch is not installed here") as error:
         slurm.submit("#!/bin/bash\n")
+    assert error.value.code == ExitCode.INTERNAL
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("fatal: Could not establish a configuration source", ExitCode.UNAVAILABLE),
+        ("error: Batch job submission failed: Unable to contact slurm controller", ExitCode.UNAVAILABLE),
+        ("error: Munge encode failed: Failed to access socket", ExitCode.UNAVAILABLE),
+        ("error: Batch job submission failed: Socket timed out on send/recv operation", ExitCode.UNAVAILABLE),
+        ("error: invalid partition specified: none", ExitCode.USER),
+    ],
+)
+def test_a_controller_that_cannot_be_asked_is_told_from_a_wrong_request(tmp_path, monkeypatch, said, code):
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho 'sbatch: {said}' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(UserError, match=said.partition(": ")[2]) as error:
+        slurm.submit("#!/bin/bash\n")
+    assert error.value.code == code
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="needs slurm-wlm")
+def test_the_real_command_without_a_controller_is_an_unavailable_service(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    (tmp_path / "slurm.conf").write_text(
+        "ClusterName=none\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nAuthType=auth/munge\n"
+        "AuthInfo=socket=/nonexistent\nMessageTimeout=2\n"
+    )
+    with pytest.raises(UserError) as error:
+        slurm.submit("#!/bin/bash\n")
+    assert error.value.code == ExitCode.UNAVAILABLE, error.value
 
 
 # ---------------------------------------------------------------- what follows from an end
@@ -289,7 +321,7 @@ def ended(record, timeout_s=90):
 def test_a_real_slurm_runs_the_gang_and_starts_it_again_in_the_same_allocation(submit):
     record = submit("""
         if attempt == 1:
-            os._exit(75) if rank else time.sleep(60)
+            os._exit(75) if rank else time.sleep(600)
     """)
     now = ended(record)
     assert (now.state, now.attempt, now.preemptions) == ("done", 2, 1)
@@ -305,7 +337,7 @@ def test_slurm_requeues_a_job_whose_allocation_is_taken_and_it_resumes(submit, c
         """
         signal.signal(signal.SIGTERM, lambda *_: os._exit(76))
         if attempt == 1:
-            time.sleep(60)
+            time.sleep(600)
         """,
         budgets=Budgets(failures=0),
         watch=Watch(stop_grace_s=5),
@@ -320,7 +352,7 @@ def test_slurm_requeues_a_job_whose_allocation_is_taken_and_it_resumes(submit, c
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_job_under_slurm_ends_with_the_code_of_wrong_input_or_when_it_is_cancelled(submit, cluster):
-    record = submit("os._exit(2) if rank else time.sleep(60)")
+    record = submit("os._exit(2) if rank else time.sleep(600)")
     assert ended(record).code == ExitCode.USER
     cluster.until(lambda: job.status(record).slices in ("failed", "gone"), "the end of the job")
 
@@ -328,7 +360,7 @@ def test_a_job_under_slurm_ends_with_the_code_of_wrong_input_or_when_it_is_cance
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_cancelled_job_under_slurm_is_gone(submit, cluster):
-    record = submit("time.sleep(60)", watch=Watch(stop_grace_s=2))
+    record = submit("time.sleep(600)", watch=Watch(stop_grace_s=2))
     cluster.until(lambda: record.folder.progress(1) is not None, "the job")
     job.cancel(record)
     assert ended(record).state == "cancelled"

@@ -1,11 +1,10 @@
 """Attention behind one signature, with its implementations.
 
 Positions and segments are data, so the reference and xla_chunked take tokens in any order. Splash skips blocks by
-index: its queries and keys are one and the same row, in order.
+index: its queries and keys are of one and the same row, which is in order or divided as parallel/context.py says.
 """
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,8 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from slicewise.catalog import chips
+from slicewise.config import ContextStrategy
 from slicewise.errors import UserError
-from slicewise.kernels.attention import chunked, reference
+from slicewise.kernels.attention import chunked, divided, reference
+from slicewise.kernels.attention.device import by_device, chunks
+from slicewise.parallel import context
 from slicewise.parallel.rules import partition
 
 CONTEXT = "context"  # what an implementation's backward pass reads, for checkpoint policies
@@ -43,6 +45,7 @@ class Kernel:
     vmem_limit_kib: int = 0  # that the program is compiled with; 0 = the compiler's
     max_logit: float | None = None  # splash subtracts it instead of the running maximum
     interpret: bool = False  # splash on a CPU, slowly: for tests
+    strategy: ContextStrategy = "all_gather"  # where the context axis divides rows
     # A float32 scalar whose gradient becomes the number of logits above max_logit, over all layers that see it.
     probe: jax.Array | None = None
 
@@ -56,6 +59,7 @@ def choose(
     sequence_length: int,
     max_logit: float = 0.0,
     vmem_limit_kib: int = 0,
+    strategy: ContextStrategy = "all_gather",
 ) -> Kernel:
     """The kernel for the devices of ``mesh``: where ``asked`` is auto, splash on TPU and else the reference.
 
@@ -69,23 +73,27 @@ def choose(
         raise UserError(
             f"use_max_logits_estimate = {max_logit} has no effect on attention = '{asked}'; only splash uses it."
         )
-    if name == "xla_chunked":
+    ways = mesh.shape[context.AXIS]
+    if name == "xla_chunked" or (ways > 1 and strategy == "ring" and name == "reference"):
         chunked.check(sequence_length)
     if name != "splash":
-        return Kernel(name, chip_of(device) if name == "xla_chunked" else "", max_logit=max_logit or None)
+        chip = chip_of(device) if name == "xla_chunked" else ""
+        return Kernel(name, chip, max_logit=max_logit or None, strategy=strategy)
     if not on_tpu:
         raise UserError(
             f"attention = 'splash' needs TPU devices, found {device.device_kind}; use 'reference'."
         )
-    if sequence_length % BLOCK:
-        above = sequence_length + -sequence_length % BLOCK
+    multiple = BLOCK * (ways if strategy != "ring" or ways == 1 else 2 * ways)
+    if sequence_length % multiple:
+        above = sequence_length + -sequence_length % multiple
+        over = f" over context parallelism {ways}" if ways > 1 else ""
         raise UserError(
-            f"sequence_length = {sequence_length} is not a multiple of {BLOCK}, which splash attention needs;"
+            f"sequence_length = {sequence_length} is not a multiple of {multiple}, which splash attention needs{over};"
             f" use {above}, or attention = 'reference'."
         )
     if importlib.util.find_spec("tokamax") is None:
         raise UserError("splash attention needs tokamax; pip install 'slicewise[tpu]'.")
-    return Kernel("splash", chip_of(device), vmem_limit_kib, max_logit or None)
+    return Kernel("splash", chip_of(device), vmem_limit_kib, max_logit or None, strategy=strategy)
 
 
 def chip_of(device: Any) -> str:
@@ -134,26 +142,38 @@ def _attention(
     softcap: float | None,
     is_global: jax.Array | None,
 ) -> jax.Array:
+    is_divided = context.ways() > 1
+    assert queries is keys or not (is_divided or kernel.name == "splash"), "queries and keys are of one row"
+    where = (queries.positions_BT, queries.segments_BT)
     if kernel.name == "splash":
-        assert queries is keys, "splash takes one row as queries and keys"
 
         def attend(window: int | None) -> jax.Array:
+            if is_divided:
+                return divided.attention(operands, where, window, scale, softcap, kernel, CONTEXT)
             return _splash(operands, queries.segments_BT, window, scale, softcap, kernel)
 
         if window is None or is_global is None:
             return attend(window)
         return jax.lax.cond(is_global, lambda: attend(None), lambda: attend(window))
     furthest = _furthest(window, is_global)
+    block = chunked.BLOCK
     if kernel.name == "xla_chunked":
         q, _, v, _ = operands
-        key = chunked.key(kernel.chip, q.shape[1], q.shape[3], v.shape[3], window, str(q.dtype))
-        return _chunked(operands, queries, keys, furthest, scale, softcap, chunked.chosen(key))
+        block = chunked.chosen(
+            chunked.key(kernel.chip, q.shape[1], q.shape[3], v.shape[3], window, str(q.dtype))
+        )
+    if is_divided:
+        return divided.attention(operands, where, furthest, scale, softcap, kernel, CONTEXT, block)
+    if kernel.name == "xla_chunked":
+        return _chunked(operands, queries, keys, furthest, scale, softcap, block)
     mask_BTS = visible(queries, keys, None if window is None else furthest)
     q_BTNH, k_BSKH, v_BSKV, sinks_N = operands
-    context_BTNV = reference.attention(
+    by_kv_head = partition("batch", "slots", "kv_heads", "head_dim")
+    k_BSKH, v_BSKV = (jax.sharding.reshard(x, by_kv_head) for x in (k_BSKH, v_BSKV))
+    found_BTNV = reference.attention(
         q_BTNH, k_BSKH, v_BSKV, mask_BTS, scale=scale, softcap=softcap, sinks_N=sinks_N
     )
-    return checkpoint_name(context_BTNV, CONTEXT)
+    return checkpoint_name(found_BTNV, CONTEXT)
 
 
 def _furthest(window: int | None, is_global: jax.Array | None) -> jax.Array:
@@ -189,6 +209,8 @@ def _above(
     """How many visible logits exceed ``max_logit``: float32, of all rows and heads."""
 
     def on_device(q: jax.Array, k: jax.Array, rows: Any, columns: Any, window: jax.Array) -> jax.Array:
+        if context.ways() > 1:
+            k, columns = context.gathered((k, columns))
         B, T, N, H = q.shape
         K = k.shape[2]
         grouped = (q * scale).reshape(B, T, K, N // K, H)
@@ -232,7 +254,7 @@ def _splash(
             residual_name=CONTEXT,
         )
 
-    return _by_device(on_device, operands, (segments_BT,), (partition("batch", "sequence"),))
+    return by_device(on_device, operands, (segments_BT,), (partition("batch", "sequence"),))
 
 
 def _chunked(
@@ -253,36 +275,17 @@ def _chunked(
         columns: Any,
         window: Any,
     ) -> jax.Array:
-        B, T, N, H = q.shape
-        K, V = v.shape[2:]
-        sinks = jnp.full(N, -jnp.inf) if sinks is None else sinks
-        q = (q * scale).reshape(B, T, K, N // K, H)
-        context = chunked.attention(
-            q, k, v, sinks.reshape(K, N // K), rows, columns, window, softcap, CONTEXT, block
-        )
-        return context.reshape(B, T, N, V)
+        return chunks(q * scale, k, v, sinks, rows, columns, window, softcap, CONTEXT, block)
 
     places = tuple((w.positions_BT, w.segments_BT) for w in (queries, keys))
     row = partition("batch", "sequence")
-    return _by_device(on_device, operands, (*places, window), ((row, row), (row, row), PartitionSpec()))
-
-
-def _by_device(
-    on_device: Callable[..., jax.Array], operands: tuple, others: tuple, specs: tuple
-) -> jax.Array:
-    """``on_device`` over the batch and heads axes of the mesh: neither rows nor heads see each other."""
-    by_head = partition("batch", "sequence", "heads", "head_dim")
-    by_kv_head = partition("batch", "sequence", "kv_heads", "head_dim")
-    return jax.shard_map(
-        on_device,
-        in_specs=(by_head, by_kv_head, by_kv_head, partition("heads"), *specs),
-        out_specs=by_head,
-        check_vma=False,  # a kernel call does not say over which axes its result varies
-    )(*operands, *others)
+    return by_device(on_device, operands, (*places, window), ((row, row), (row, row), PartitionSpec()))
 
 
 def visible(queries: Tokens, keys: Tokens, window: jax.Array | int | None) -> jax.Array:
     """Which keys each query may see: bool [B, T, S]."""
-    distance_BTS = queries.positions_BT[:, :, None] - keys.positions_BT[:, None, :]
-    mask_BTS = (queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :]) & (distance_BTS >= 0)
-    return mask_BTS if window is None else mask_BTS & (distance_BTS < window)
+    rows, columns = ((w.positions_BT, w.segments_BT) for w in (queries, keys))
+    whole = partition(
+        "batch", "slots"
+    )  # that tokens are divided, if only over one device, is part of their type
+    return reference.visible(rows, tuple(jax.sharding.reshard(x, whole) for x in columns), window)

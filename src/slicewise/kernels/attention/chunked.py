@@ -55,6 +55,25 @@ def _forward(
     residual_name: str,
     most: int,
 ) -> tuple[jax.Array, tuple]:
+    operands = (q_BTKGH, k_BSKH, v_BSKV, sinks_KG, queries, keys, window)
+    found = forward(*operands, softcap, v_BSKV.dtype, most)
+    context_BTKGV, normaliser_BTKG = (checkpoint_name(x, residual_name) for x in found)
+    return context_BTKGV, (*operands, context_BTKGV, normaliser_BTKG)
+
+
+def forward(
+    q_BTKGH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKV: jax.Array,
+    sinks_KG: jax.Array,
+    queries: Where,
+    keys: Where,
+    window: jax.Array,
+    softcap: float | None,
+    dtype: jnp.dtype,
+    most: int = BLOCK,
+) -> tuple[jax.Array, jax.Array]:
+    """The context [B, T, K, G, V] in ``dtype``, and the logarithm of what the softmax divides by, [B, T, K, G]."""
     blocks = partial(_blocks, most=most)
     columns = (blocks(k_BSKH), blocks(v_BSKV), *map(blocks, keys))
     B, T, K, G, _ = q_BTKGH.shape
@@ -78,22 +97,48 @@ def _forward(
         top = jnp.maximum(sinks_BKGt, MASKED)
         start = (top, jnp.exp(sinks_BKGt - top), jnp.zeros((*top.shape, v_BSKV.shape[-1]), jnp.float32))
         (top, total, acc), _ = jax.lax.scan(column, start, columns)
-        context = (acc / total[..., None]).astype(v_BSKV.dtype)
+        context = (acc / total[..., None]).astype(dtype)
         return context.transpose(0, 3, 1, 2, 4), (top + jnp.log(total)).transpose(0, 3, 1, 2)
 
     context, normaliser = jax.lax.map(rows, (blocks(q_BTKGH), *map(blocks, queries)))
-    context_BTKGV = checkpoint_name(_joined(context), residual_name)
-    normaliser_BTKG = checkpoint_name(_joined(normaliser), residual_name)
-    operands = (q_BTKGH, k_BSKH, v_BSKV, sinks_KG, queries, keys, window)
-    return context_BTKGV, (*operands, context_BTKGV, normaliser_BTKG)
+    return _joined(context), _joined(normaliser)
 
 
 def _backward(
     softcap: float | None, residual_name: str, most: int, saved: tuple, grad_BTKGV: jax.Array
 ) -> tuple:
     q_BTKGH, k_BSKH, v_BSKV, sinks_KG, queries, keys, window, context_BTKGV, normaliser_BTKG = saved
-    f32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
     delta_BTKG = (context_BTKGV.astype(jnp.float32) * grad_BTKGV.astype(jnp.float32)).sum(-1)
+    operands = (q_BTKGH, k_BSKH, v_BSKV)
+    given = (*operands, grad_BTKGV, normaliser_BTKG, delta_BTKG, queries, keys, window)
+    found = backward(*given, softcap, most)
+    share_BTKG = jnp.exp(sinks_KG.astype(jnp.float32) - normaliser_BTKG)
+    dsinks_KG = -(share_BTKG * delta_BTKG).sum((0, 1))
+    return (
+        *(d.astype(x.dtype) for d, x in zip(found, operands, strict=True)),
+        dsinks_KG.astype(sinks_KG.dtype),
+        None,
+        None,
+        None,
+    )
+
+
+def backward(
+    q_BTKGH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKV: jax.Array,
+    grad_BTKGV: jax.Array,
+    normaliser_BTKG: jax.Array,
+    delta_BTKG: jax.Array,
+    queries: Where,
+    keys: Where,
+    window: jax.Array,
+    softcap: float | None,
+    most: int = BLOCK,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What these keys give to the gradients of q, k and v, float32. The normaliser and ``delta``, the sum over V of the
+    context times its gradient, are those of all keys."""
+    f32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
     blocks = partial(_blocks, most=most)
     rows = tuple(map(blocks, (q_BTKGH, grad_BTKGV, normaliser_BTKG, delta_BTKG, *queries)))
 
@@ -116,16 +161,7 @@ def _backward(
 
     columns = (blocks(k_BSKH), blocks(v_BSKV), *map(blocks, keys))
     dq, (dk, dv) = jax.lax.scan(column, _zeros_of(blocks(q_BTKGH)), columns)
-    share_BTKG = jnp.exp(sinks_KG.astype(jnp.float32) - normaliser_BTKG)
-    dsinks_KG = -(share_BTKG * delta_BTKG).sum((0, 1))
-    like = ((dq, q_BTKGH), (dk, k_BSKH), (dv, v_BSKV))
-    return (
-        *(_joined(d).astype(x.dtype) for d, x in like),
-        dsinks_KG.astype(sinks_KG.dtype),
-        None,
-        None,
-        None,
-    )
+    return _joined(dq), _joined(dk), _joined(dv)
 
 
 attention.defvjp(_forward, _backward)

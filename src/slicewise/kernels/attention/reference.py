@@ -2,10 +2,20 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 
 from slicewise.parallel.rules import partition
 
 MASKED = -1e30  # finite, so that a fully masked row stays finite
+
+Where = tuple[jax.Array, jax.Array]  # positions and segments, each [B, T]
+
+
+def visible(queries: Where, keys: Where, window: jax.Array | int | None) -> jax.Array:
+    """Which keys each query may see: bool [B, T, S]."""
+    distance_BTS = queries[0][:, :, None] - keys[0][:, None, :]
+    mask_BTS = (queries[1][:, :, None] == keys[1][:, None, :]) & (distance_BTS >= 0)
+    return mask_BTS if window is None else mask_BTS & (distance_BTS < window)
 
 
 def attention(
@@ -25,7 +35,7 @@ def attention(
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    heads = partition("batch", "sequence", "kv_heads", "activation", "head_dim")
+    heads = _sharding("batch", "sequence", "kv_heads", "activation", "head_dim")
     q_BTKGH = jnp.reshape(q_BTNH * scale, (B, T, K, N // K, H), out_sharding=heads)
     logits_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
     if softcap is not None:
@@ -34,7 +44,7 @@ def attention(
     if sinks_N is None:
         weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BSKV.dtype)
     else:
-        by_group = partition("kv_heads", "activation")
+        by_group = _sharding("kv_heads", "activation")
         sinks_KG11 = jnp.reshape(sinks_N, (K, N // K), out_sharding=by_group)[:, :, None, None].astype(
             jnp.float32
         )
@@ -46,5 +56,11 @@ def attention(
     return jnp.reshape(
         context_BTKGV,
         (B, T, N, v_BSKV.shape[3]),
-        out_sharding=partition("batch", "sequence", "heads", "head_dim"),
+        out_sharding=_sharding("batch", "sequence", "heads", "head_dim"),
     )
+
+
+def _sharding(*dims: str) -> PartitionSpec | None:
+    """Of arrays of the whole mesh; None inside a shard_map, where they are a device's own."""
+    types = jax.sharding.get_abstract_mesh().axis_types
+    return None if AxisType.Manual in types else partition(*dims)

@@ -70,6 +70,12 @@ def chosen(k: Key) -> Tiles:
     return tiles(k.chip, shape["tokens"], max(shape["qk"], shape["v"]), k.vmem_limit_kib)
 
 
+def fitted(t: Tiles, queries: int, keys: int) -> Tiles:
+    """The nearest tiles that divide rows of ``queries`` and of ``keys``, multiples of 128, where a row is divided."""
+    forward, backward = (t.q, t.kv, t.kv_compute), (t.q_backward, t.kv_backward, t.kv_compute_backward)
+    return Tiles(*_fitted(forward, queries, keys), *_fitted(backward, queries, keys))
+
+
 def candidates(k: Key, part: str) -> list[Tiles]:
     """Tiles to try for ``k``, those of the rules first; only those of one part of PARTS vary."""
     length = k.shape["tokens"]
@@ -99,16 +105,17 @@ def tiles(chip: str, sequence_length: int, head_dim: int, vmem_limit_kib: int = 
     for entry in table():
         is_for = not entry.chips or chip in entry.chips
         if is_for and vmem_limit_kib >= entry.vmem_limit_kib and head_dim <= entry.head_dim:
-            return Tiles(*_fitted(entry.forward, sequence_length), *_fitted(entry.backward, sequence_length))
+            found = Tiles(*entry.forward, *entry.backward)
+            return fitted(found, sequence_length, sequence_length)
     raise UserError(
         f"head_dim = {head_dim} is too large for splash attention; use attention = 'xla_chunked'."
     )
 
 
-def _fitted(sizes: Sequence[int], length: int) -> tuple[int, int, int]:
+def _fitted(sizes: Sequence[int], queries: int, keys: int) -> tuple[int, int, int]:
     q, kv, compute = sizes
-    kv = _divisor(length, kv)
-    return _divisor(length, q), kv, _divisor(kv, compute)
+    kv = _divisor(keys, kv)
+    return _divisor(queries, q), kv, _divisor(kv, compute)
 
 
 def _divisor(length: int, most: int) -> int:

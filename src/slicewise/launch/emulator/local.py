@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slicewise.errors import ExitCode, UserError
+from slicewise.errors import ExitCode, UserError, cannot_write
 
 STATE_VARIABLE = "SLICEWISE_EMULATOR"
 START_TIMEOUT_S = 60.0
@@ -36,8 +36,17 @@ def default_directory() -> Path:
     """$SLICEWISE_EMULATOR, else a folder of the user's own state."""
     if given := os.environ.get(STATE_VARIABLE):
         return Path(given).absolute()
+    return user_state() / "emulator"
+
+
+def user_state() -> Path:
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base).absolute() / "slicewise" / "emulator"
+    return Path(base).absolute() / "slicewise"
+
+
+def known_hosts_path(directory: Path) -> Path:
+    """For OpenSSH, which takes host keys from files only; beside the private key, and gone with it."""
+    return directory / "known_hosts"
 
 
 def state_path(directory: Path) -> Path:
@@ -96,7 +105,10 @@ def _reason(error: urllib.error.HTTPError) -> str:
 def start(directory: Path, arguments: Sequence[str] = ()) -> State:
     """A new emulator in the background, with more ``arguments`` of 'slicewise emulator start'; its output goes
     to emulator.log of the directory. Raises UserError, with what it printed, when it does not come up."""
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise cannot_write(f"the state directory {directory}", error) from error
     log = directory / "emulator.log"
     command = [sys.executable, "-m", "slicewise", "emulator", "start", "--state", str(directory), *arguments]
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC

@@ -15,10 +15,10 @@ from pathlib import Path
 import asyncssh
 from aiohttp import web
 
-from slicewise.errors import ExitCode, UserError
+from slicewise.errors import ExitCode, UserError, cannot_write
 from slicewise.launch.emulator import marks, rest, rpc
 from slicewise.launch.emulator.control import Control
-from slicewise.launch.emulator.local import State, private_file, state_path
+from slicewise.launch.emulator.local import State, known_hosts_path, private_file, state_path
 from slicewise.launch.emulator.networks import HOST, Loopback, Namespaces
 from slicewise.launch.emulator.records import Settings
 from slicewise.launch.emulator.service import Service
@@ -75,6 +75,8 @@ async def _serve(options: Options, ready: Callable[[State], None]) -> None:
             identity_file=str(key_path),
             host_key=" ".join(host_key.export_public_key().decode().split()[:2]),
         )
+        # all workers show one key, whatever their port
+        private_file(known_hosts_path(directory), f"* {state.host_key}\n")
         private_file(state_path(directory), json.dumps(vars(state), indent=2))
         ready(state)
         await stopped.wait()
@@ -82,6 +84,7 @@ async def _serve(options: Options, ready: Callable[[State], None]) -> None:
     finally:
         state_path(directory).unlink(missing_ok=True)
         key_path.unlink(missing_ok=True)
+        known_hosts_path(directory).unlink(missing_ok=True)
         await runner.cleanup()
         await service.close()
         await network.stop()
@@ -99,16 +102,15 @@ def _owned(directory: Path):
         directory.chmod(0o700)
         lock = open(directory / "lock", "w", opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115
     except OSError as error:
-        raise UserError(
-            f"the state directory {directory} cannot be used: {error.strerror}.", code=ExitCode.INTERNAL
-        ) from error
+        raise cannot_write(f"the state directory {directory}", error) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 f"an emulator is already running in {directory}: 'slicewise emulator stop' ends it,"
-                " --state DIR starts another."
+                " --state DIR starts another.",
+                code=ExitCode.CONFLICT,
             ) from None
         yield
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slicewise.errors import ExitCode, UserError
-from slicewise.launch.emulator.local import default_directory, private_file
+from slicewise.launch.emulator.local import known_hosts_path, user_state
 from slicewise.launch.workers import Worker
 
 CONNECTION_LOST = 255  # what ssh ends with when the connection failed; the command itself may do so too
@@ -58,12 +58,31 @@ def ssh_command(worker: Worker, command: str | None, *, batch: bool) -> list[str
 
 def scp_command(worker: Worker, sources: Sequence[str], target: str, *, recursive: bool) -> list[str]:
     """The words of one scp; a path that starts with ':' is on the worker."""
-    if any(path.startswith(":") for path in sources) == target.startswith(":"):
-        raise UserError("scp copies to a worker or from one: write the paths there as :PATH.")
     host = f"[{worker.host}]" if ":" in worker.host else worker.host
-    there = [f"{worker.user}@{host}{path}" if path.startswith(":") else path for path in (*sources, target)]
+    there = [
+        f"{worker.user}@{host}{path}" if path.startswith(":") else _here(path) for path in (*sources, target)
+    ]
     flags = ["-r"] if recursive else []
     return [_program("scp"), "-q", *flags, *_options(worker, True), "-P", str(worker.port), *there]
+
+
+def check_copy(sources: Sequence[str], target: str, *, recursive: bool) -> None:
+    """Raises UserError for paths that do not go one way, and for those of this machine that cannot be copied."""
+    if any(path.startswith(":") for path in sources) == target.startswith(":"):
+        raise UserError("scp copies to a worker or from one: write the paths there as :PATH.")
+    for source in (path for path in sources if not path.startswith(":")):
+        if not os.path.exists(source):
+            raise UserError(f"{source}: there is no such file here.")
+        if os.path.isdir(source) and not recursive:
+            raise UserError(f"{source} is a folder: add --recursive.")
+    folder = Path(target).absolute().parent
+    if not target.startswith(":") and not folder.is_dir():
+        raise UserError(f"{target}: there is no folder {folder} here.")
+
+
+def _here(path: str) -> str:
+    """A path of this machine so that scp takes it for neither an option nor HOST:PATH."""
+    return path if path.startswith("/") else f"./{path}"
 
 
 def _options(worker: Worker, batch: bool) -> list[str]:
@@ -81,15 +100,12 @@ def _options(worker: Worker, batch: bool) -> list[str]:
 
 
 def _known_hosts(worker: Worker) -> Path:
-    folder = default_directory().parent
+    if worker.known_host_key:  # of an emulator, which has written it
+        assert worker.identity_file is not None
+        return known_hosts_path(Path(worker.identity_file).parent)
+    folder = user_state()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not worker.known_host_key:
-        return folder / "known_hosts"
-    # all workers of an emulator show one key, whatever their port
-    path = folder / f"known_host_{worker.known_host_key.split()[1][-16:].replace('/', '_')}"
-    if not path.exists():
-        private_file(path, f"* {worker.known_host_key}\n")
-    return path
+    return folder / "known_hosts"
 
 
 def _program(name: str) -> str:

@@ -1,7 +1,8 @@
 """What runs on a worker: takes files, starts one command, sends its output, and leaves no process behind.
 
-The runner sends this file as text and a bare Python 3.8 executes it, so it imports nothing but the standard
-library. Both sides speak in frames: one byte of kind, four of length (big-endian), then the payload.
+The runner sends the files agent_wire, agent_tree and this one as one text, and a bare Python 3.8 executes it, so they
+import nothing but the standard library and each other. Both sides speak in frames: one byte of kind, four of length
+(big-endian), then the payload.
 
     runner to agent                                  agent to runner
     H  hello, JSON: see Agent.hello                  h  host, folder, Python's version; JSON
@@ -19,52 +20,23 @@ Two processes: the agent talks, and the keeper, its fork, is the parent of the c
 command leaves behind (a child subreaper). Whichever of the two dies, the other ends every process.
 """
 
-import contextlib
+import _signal as signal  # what signal is made of; that imports enum
 import ctypes
-import errno
-import json
+import gc
 import os
 import select
-import signal
-import struct
 import sys
 import time
-import zlib
 
-MAGIC = b"slicewise-agent-1\n"  # ends whatever a login shell has printed
-HEADER = struct.Struct(">cI")
-STAMP = struct.Struct(">d")
+from slicewise.launch.runner.agent_tree import Tree, remove_folder
+from slicewise.launch.runner.agent_wire import MAGIC, STAMP, Frames, dumps, frame, loads, suppress
+
 READ_BYTES = 1 << 16
 MAX_BUFFERED_BYTES = 1 << 20  # of output that the runner has not taken yet; then the command has to wait
 DRAIN_S = 2.0  # for output after the last process has gone
 KILL_S = 10.0  # for killed processes to go; one in an uninterruptible system call stays longer
 KEPT_RUNS = 20
 _SET_CHILD_SUBREAPER, _SET_DEATH_SIGNAL = 36, 1  # linux/prctl.h
-
-
-def frame(kind, payload=b""):
-    """A frame; a payload that is not bytes is sent as JSON."""
-    data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-    return HEADER.pack(kind, len(data)) + data
-
-
-class Frames:
-    """Bytes in, whole frames out, as (kind, payload)."""
-
-    def __init__(self):
-        self._data = bytearray()
-
-    def feed(self, data):
-        self._data += data
-        found, at = [], 0
-        while len(self._data) - at >= HEADER.size:
-            kind, size = HEADER.unpack_from(self._data, at)
-            if len(self._data) - at < HEADER.size + size:
-                break
-            found.append((kind, bytes(self._data[at + HEADER.size : at + HEADER.size + size])))
-            at += HEADER.size + size
-        del self._data[:at]
-        return found
 
 
 def processes_below(pid):
@@ -82,9 +54,9 @@ def children_of(pid):
     found: list = []
     if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and parent_of(name) == pid]
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 found += map(int, file.read().split())
     return found
 
@@ -108,15 +80,9 @@ def stat_of(pid):
         return None
 
 
-def remove_folder(folder):
-    import shutil  # here: it takes a tenth of the agent's start
-
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def send_signal(pids, number):
     for pid in pids:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.kill(pid, number)
 
 
@@ -148,8 +114,8 @@ class Keeper:
         os._exit(0)
 
     def report(self, what):
-        with contextlib.suppress(OSError):
-            os.write(self.reports, (json.dumps(what) + "\n").encode())
+        with suppress(OSError):
+            os.write(self.reports, (dumps(what) + "\n").encode())
 
     def watch(self, child, wake, grace_s):
         """The wait status of ``child`` and when it ended; kills it when the agent says so or is gone."""
@@ -230,113 +196,6 @@ def spawn(start, output, events, libc):
     return pid
 
 
-def pack(entries, contents):
-    """Files as bytes: a line of JSON for each of ``entries`` ([path, mode, digest, size]), then its content."""
-    return b"".join(
-        json.dumps(entry).encode() + b"\n" + content
-        for entry, content in zip(entries, contents)  # noqa: B905  no strict before 3.10
-    )
-
-
-class Tree:
-    """A folder that mirrors the runner's: holds a list of what was shipped, in TREE.json beside it."""
-
-    def __init__(self, folder):
-        self.folder, self.index_path = folder, folder + ".json"
-        self.known = {}
-
-    def lacks(self, digest, entries):
-        """Paths whose content is not here, or None when the whole tree is, as ``digest`` names it."""
-        stored = self.load()
-        if entries is None:
-            return None if stored.get("digest") == digest and all(map(self.intact, self.known)) else True
-        return [path for path, mode, content, _ in entries if not self.has(path, mode, content)]
-
-    def load(self):
-        try:
-            with open(self.index_path) as file:
-                stored = json.load(file)
-        except (OSError, ValueError):
-            stored = {}
-        self.known = stored.get("files", {})
-        return stored
-
-    def has(self, path, mode, content):
-        return self.known.get(path, ["", ""])[:2] == [mode, content] and self.intact(path)
-
-    def intact(self, path):
-        """Whether the file is as it was shipped, by size and time: a command may have written to it."""
-        try:
-            found = os.lstat(os.path.join(self.folder, path))
-        except OSError:
-            return False
-        return [found.st_size, found.st_mtime_ns] == self.known[path][2:]
-
-    def unpack(self, packed):
-        """Writes packed files."""
-        os.makedirs(self.folder, exist_ok=True)
-        at = 0
-        while at < len(packed):
-            end = packed.index(b"\n", at)
-            path, mode, content, size = json.loads(packed[at:end].decode())
-            self.write(path, mode, content, packed[end + 1 : end + 1 + size])
-            at = end + 1 + size
-
-    def finish(self, digest, entries):
-        """Removes files that were shipped once and are no longer listed; what a command wrote stays."""
-        for path in set(self.known) - {entry[0] for entry in entries}:
-            self.remove(path)
-            del self.known[path]
-        temporary = f"{self.index_path}.{os.getpid()}"
-        with open(temporary, "w") as file:
-            json.dump({"digest": digest, "files": self.known}, file)
-        os.replace(temporary, self.index_path)
-
-    def remove(self, path):
-        """A file, and the folders that it leaves empty; not through a link, which may lead out of the tree."""
-        folder = os.path.dirname(path)
-        if os.path.realpath(os.path.join(self.folder, folder)) != os.path.join(
-            os.path.realpath(self.folder), folder
-        ).rstrip("/"):
-            return
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self.folder, path))
-            while folder:
-                os.rmdir(os.path.join(self.folder, folder))
-                folder = os.path.dirname(folder)
-
-    def inside(self, path):
-        """The place of a relative path; what stands in the way of its folders is removed."""
-        parts = path.split("/")
-        if path.startswith("/") or not all(parts) or {".", ".."} & set(parts):
-            raise OSError(errno.EINVAL, "not a path inside the tree", path)
-        place = self.folder
-        for part in parts[:-1]:
-            place = os.path.join(place, part)
-            if os.path.islink(place) or (os.path.exists(place) and not os.path.isdir(place)):
-                os.unlink(place)
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(place)
-        return os.path.join(place, parts[-1])
-
-    def write(self, path, mode, content, data):
-        place = self.inside(path)
-        temporary = os.path.join(os.path.dirname(place), f".slicewise-{os.getpid()}")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        if mode == "link":
-            os.symlink(data.decode("utf-8", "surrogateescape"), temporary)
-        else:
-            with open(temporary, "wb") as file:
-                file.write(data)
-            os.chmod(temporary, 0o700 if mode == "exec" else 0o600)
-        if os.path.isdir(place) and not os.path.islink(place):
-            remove_folder(place)
-        os.replace(temporary, place)
-        found = os.lstat(place)
-        self.known[path] = [mode, content, found.st_size, found.st_mtime_ns]
-
-
 class Agent:
     """The talking half. Ends when the runner is gone, or silent for too long."""
 
@@ -378,7 +237,7 @@ class Agent:
         wait_s = self.silence_s - quiet_s if self.ending_s is None else 0.05
         ready, writable, _ = select.select(reading, [1] if self.outgoing else [], [], wait_s)
         if writable:
-            with contextlib.suppress(BlockingIOError):
+            with suppress(BlockingIOError):
                 del self.outgoing[: os.write(1, self.outgoing[:READ_BYTES])]
         for fd in (self.output, self.events):
             if fd in ready:
@@ -410,9 +269,11 @@ class Agent:
 
     def handle(self, kind, payload):
         if kind == b"F":
+            import zlib
+
             self.tree.unpack(zlib.decompress(payload))
             return
-        order = json.loads(payload.decode())
+        order = loads(payload.decode())
         if kind == b"H":
             self.hello(order)
         elif kind == b"T":
@@ -423,7 +284,7 @@ class Agent:
         elif kind == b"S":
             self.start(order)
         elif kind == b"K" and self.orders is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.write(self.orders, bytes([order]))
         elif kind == b"P":
             self.send(b"p", [order, time.time()])
@@ -480,6 +341,7 @@ class Agent:
         order["umask"] = self.umask
         self.ending_s = self.report = None
         self.report_data = b""
+        gc.freeze()  # a collection writes to every object, and what is written is shared no longer
         self.keeper = os.fork()
         if self.keeper == 0:
             try:
@@ -527,7 +389,7 @@ class Agent:
             return
         *lines, self.report_data = self.report_data.split(b"\n")
         for line in lines:
-            report = json.loads(line.decode())
+            report = loads(line.decode())
             if "pid" in report:
                 self.group = report["pid"]
                 self.send(b"s", {"pid": self.group})
@@ -546,7 +408,7 @@ class Agent:
         report = self.report
         if report is None:  # the keeper was killed; what it kept has become the init process's
             if self.group:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     os.killpg(self.group, signal.SIGKILL)
             report = {"status": int(signal.SIGKILL), "time": time.time(), "left": []}
         self.group = 0
@@ -570,7 +432,7 @@ def _fill(word, known):
 
 def prune(folder):
     """Removes all but the newest folders of runs."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         names = sorted(os.listdir(folder))
         for name in names[:-KEPT_RUNS]:
             remove_folder(os.path.join(folder, name))
@@ -580,9 +442,12 @@ def main():
     umask = os.umask(0o077)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.setsid()
-    Agent(umask).serve()
+    agent = Agent(umask)
+    with suppress(AttributeError):  # where the C library is another one
+        agent.libc.malloc_trim(0)  # what compiling this file took
+    agent.serve()
 
 
 if __name__ == "slicewise_agent":

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch.environment import STALE
 from slicewise.launch.runner import link as links
-from slicewise.launch.runner.agent import STAMP
+from slicewise.launch.runner.agent_wire import STAMP
 from slicewise.launch.runner.link import DENIED, HostKeys, Identities, LinkError
 from slicewise.launch.runner.members import NOT_EXECUTABLE, NOT_FOUND, Member, State, names
 from slicewise.launch.runner.tree import Tree

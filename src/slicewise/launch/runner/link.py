@@ -13,18 +13,27 @@ from typing import Any
 import asyncssh
 
 from slicewise.errors import UserError
-from slicewise.launch.runner.agent import MAGIC, Frames, frame
+from slicewise.launch.runner.agent_wire import MAGIC, Frames, frame
 from slicewise.launch.workers import Worker
 
+AGENT = (
+    "agent_wire",
+    "agent_tree",
+    "agent",
+)  # files that are sent, in the order in which they import each other
+# preferred over asyncssh's first, which it computes in several calls a packet: a third of the time for a connection
+CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 CONNECT_TIMEOUT_S = 20.0  # of one try
 AGENT_TIMEOUT_S = 60.0  # from the connection to the agent's first word: a login shell may read slow files
 DENIED = "refused to log in user"  # how such a reason begins
 _PROGRAM = re.compile(r"[A-Za-z0-9_./~+-]+")
-# Reads the agent from standard input, so that it need not be on the worker and nothing of it shows in ps.
+# Reads the agent from standard input, so that it need not be on the worker and nothing of it shows in ps. Each of its
+# definitions is compiled alone: the compiler would keep two megabytes after the whole.
 _BOOT = (
     'exec {python} -ISc \'exec("import os\\ndef r(n):\\n s=b\\"\\"\\n while len(s)<n:\\n'
     "  d=os.read(0,n-len(s))\\n  if not d:os._exit(1)\\n  s+=d\\n return s\\n"
-    'exec(compile(r(int(r(8))),\\"slicewise_agent\\",\\"exec\\"),{{\\"__name__\\":\\"slicewise_agent\\"}})")\''
+    'g={{\\"__name__\\":\\"slicewise_agent\\"}}\\nl=0\\nfor p in r(int(r(8))).split(b\\"\\\\n\\\\n\\\\n\\"):\\n'
+    ' exec(compile(b\\"\\\\n\\"*l+p,\\"slicewise_agent\\",\\"exec\\"),g)\\n l+=p.count(b\\"\\\\n\\")+3")\''
 )
 
 
@@ -47,7 +56,9 @@ def boot_command(python: str) -> str:
 
 def agent_source() -> bytes:
     """The agent as it is sent: its length in eight characters, then its text."""
-    text = resources.files("slicewise.launch.runner").joinpath("agent.py").read_bytes()
+    folder = resources.files("slicewise.launch.runner")
+    files = [folder.joinpath(f"{name}.py").read_text() for name in AGENT]
+    text = re.sub(r"^from slicewise.*\n", "", "\n\n".join(files), flags=re.M).encode()
     return b"%8d" % len(text) + text
 
 
@@ -234,6 +245,7 @@ async def open_link(
             known_hosts=host_keys.argument(worker),
             connect_timeout=CONNECT_TIMEOUT_S,
             login_timeout=CONNECT_TIMEOUT_S,
+            encryption_algs=CIPHERS,
             compression_algs=None,  # files are compressed already, and logs cost more processor time than network
             **options,
         )

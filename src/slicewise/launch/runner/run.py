@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slicewise.errors import ExitCode, UserError
+from slicewise.errors import ExitCode, UserError, cannot_write
 from slicewise.launch.environment import coordinator_port, place_environment
 from slicewise.launch.preflight import Expectations, check
 from slicewise.launch.runner.course import Course
@@ -123,7 +123,7 @@ def _log_folder(logs: Path, run_id: str) -> Path:
         if made:
             (logs / ".gitignore").write_text("*\n")
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}.", code=ExitCode.INTERNAL) from error
+        raise cannot_write(f"--logs {error.filename}", error) from error
     return logs / run_id
 
 

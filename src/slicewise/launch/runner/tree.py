@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slicewise.errors import ExitCode, UserError
-from slicewise.launch.runner.agent import pack
+from slicewise.launch.runner.agent_tree import pack
 
 MAX_TREE_BYTES = 1 << 30  # more is data that was forgotten in .gitignore
 BATCH_BYTES = 4 << 20  # of files in one frame

@@ -5,6 +5,7 @@ whose trainer says that it saved and was asked to stop, or wants a restart, cost
 does; wrong input ends the job at once.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ ACCELERATORS = {
     "v6e": "tpu-v6e-slice",
     "tpu7x": "tpu7x",
 }
+# https://kubernetes.io/docs/concepts/overview/working-with-objects/names and .../labels
+MAX_NAME, MAX_LABEL = 253, 63
+_NAME = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
 KILL_MARGIN_S = 30  # between the trainer's time to save and the pod's
 API_TIMEOUT_S = 30
 # The Job controller's words for a pod failure policy that matched on an exit code (k8s.io/kubernetes
@@ -178,7 +182,20 @@ def _from_label(name: str, label: str) -> dict[str, Any]:
 
 
 def check(placement: Placement) -> None:
-    """Raises UserError for a slice that GKE has no nodes for."""
+    """Raises UserError for a slice that GKE has no nodes for, and for names that Kubernetes would refuse."""
+    names = [
+        ("--namespace", placement.namespace, MAX_LABEL),
+        ("--queue", placement.queue, MAX_LABEL),  # the value of a label
+        ("--priority-class", placement.priority_class, MAX_NAME),
+        ("--service-account", placement.service_account, MAX_NAME),
+        *(("--secret", name, MAX_NAME) for name in placement.secrets),
+    ]
+    for option, name, most in names:
+        if name and (len(name) > most or not re.fullmatch(_NAME, name)):
+            raise UserError(
+                f"{option} {name!r}: expected at most {most} lower-case letters, digits, '-' and '.', with a letter"
+                " or digit first and last."
+            )
     family = placement.slice.chip.type_prefix
     if family not in ACCELERATORS:
         known = ", ".join(ACCELERATORS)

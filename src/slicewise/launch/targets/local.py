@@ -5,6 +5,7 @@ Every process runs the same command; how it finds its peers comes from the envir
 
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,13 +15,15 @@ from pathlib import Path
 from rich.console import Console
 
 from slicewise.errors import ExitCode, UserError
+from slicewise.launch import elastic
 from slicewise.launch.attempt import FAILURE_GRACE_S, STOP_GRACE_S, Attempt, Supervision
 from slicewise.launch.job_folder import Claim, Ending, JobFolder, JobSpec
-from slicewise.launch.policy import Fault, fault_of
+from slicewise.launch.policy import Fault, Watch, fault_of
 from slicewise.launch.processes import Command, Gang
-from slicewise.launch.supervisor import Supervised
 from slicewise.launch.watchdog import Watchdog
 from slicewise.launch.worker_files import WorkerFiles
+from slicewise.train.elastic import ALL_SLICES
+from slicewise.train.goodput_log import LaunchLog
 from slicewise.train.progress import ProgressDisplay
 
 MAX_PROCESSES = 64
@@ -113,17 +116,21 @@ def run_local(
     *,
     log_directory: Path | None,
     console: Console,
+    run_directory: Path | None = None,
     failure_grace_s: float = FAILURE_GRACE_S,
     stop_grace_s: float = STOP_GRACE_S,
+    watch: Watch | None = None,
 ) -> int:
     """Run ``python *command`` as every host of an emulated cluster; the exit code for this process.
 
     The first failure decides: its code where that is one of ExitCode, else INTERNAL (signals, aborts).
     Asked to stop before that (SIGINT, SIGTERM, SIGHUP), the processes get SIGTERM and ``stop_grace_s``;
     the code is then PREEMPTED if all ended by themselves and one said so, DONE if all had finished, else
-    128 + the signal: the state was not saved. When this process dies, even by SIGKILL, so do all of them.
+    128 + the signal: the state was not saved. With ``watch``, a process that makes no progress for so long has
+    failed, and all leave their stacks in their output. When this process dies, even by SIGKILL, so do all of them.
 
-    ``log_directory`` gets slice0-host1.log and so on, with the raw output of each process.
+    ``log_directory`` gets slice0-host1.log and so on, with the raw output of each process; ``run_directory``
+    the times of starts and ends.
     Raises UserError when the processes or their logs cannot be started.
     """
     if log_directory is not None:
@@ -137,23 +144,42 @@ def run_local(
         log_directory / f"slice{slice_id}-host{host}.log" if log_directory else None
         for slice_id, host in map(shape.place, range(shape.processes))
     ]
-    commands = _commands(command, shape, os.environ, logs)
-    attempt = _run(commands, console, failure_grace_s=failure_grace_s, stop_grace_s=stop_grace_s)
-    return attempt.exit_code()
+    log = LaunchLog(run_directory)
+    commands = _commands(command, shape, {**os.environ, **log.begin()}, logs)
+    attempt = _run(
+        commands,
+        console,
+        log,
+        failure_grace_s=failure_grace_s,
+        stop_grace_s=stop_grace_s,
+        watchdog=Watchdog(watch, shape.processes) if watch else None,
+    )
+    code = attempt.exit_code()
+    log.stamp("done" if code == ExitCode.DONE else "wait")
+    return code
 
 
 def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -> Ending | None:
     """One attempt of a job, as an emulated cluster under the eyes of a supervisor. None: another took over."""
-    shape = ClusterShape(spec.slices, spec.hosts_per_slice, spec.cpu_devices)
-    supervision = Supervised(job, claim)
+    slices = elastic.wait_for_slices(job, spec, claim, lambda text: console.print(text, markup=False))
+    if slices is None:
+        return _ended_waiting(job, claim)
+    shape = ClusterShape(len(slices), spec.hosts_per_slice, spec.cpu_devices)
+    supervision, log = elastic.Watched(job, spec, claim, slices), LaunchLog(job.run_directory)
+    places = [
+        spec.place(n * spec.hosts_per_slice + host) for n in slices for host in range(spec.hosts_per_slice)
+    ]
     with WorkerFiles(job, spec, claim.attempt) as files:
-        logs = [files.log(spec.place(process_id)) for process_id in range(shape.processes)]
-        base = {**os.environ, **spec.environment, "SLICEWISE_ATTEMPT": str(claim.attempt)}
+        logs = [files.log(place) for place in places]
+        base = {**job.environment, **os.environ, **spec.environment, "SLICEWISE_ATTEMPT": str(claim.attempt)}
+        base |= log.begin()
         base |= files.python_path(base.get("PYTHONPATH", ""))
-        commands = _commands(files.command, shape, base, logs, files.directory)
+        base |= {ALL_SLICES: str(spec.slices)}
+        commands = _commands(files.command, shape, base, logs, files.directory, slices)
         attempt = _run(
             commands,
             console,
+            log,
             failure_grace_s=spec.watch.failure_grace_s,
             stop_grace_s=spec.watch.stop_grace_s,
             watchdog=Watchdog(spec.watch, shape.processes),
@@ -161,16 +187,38 @@ def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -
         )
     if attempt.abandoned:
         return None
+    log.stamp("done" if attempt.exit_code() == ExitCode.DONE else "wait" if supervision.lost else "delay")
+    return _ending(attempt, supervision, claim)
+
+
+def _ending(attempt: Attempt, supervision: elastic.Watched, claim: Claim) -> Ending:
     code = attempt.exit_code()
     stopped = attempt.asked is not None and code != ExitCode.DONE
-    fault = Fault.CANCELLED if stopped else fault_of(code)
-    why = f"asked to stop by {attempt.asked.name}" if attempt.asked and stopped else attempt.why()
+    if supervision.lost and code not in (ExitCode.DONE, ExitCode.USER):
+        fault, code, why = Fault.PREEMPTION, ExitCode.PREEMPTED, f"{elastic.several(supervision.lost)} lost"
+    elif stopped and supervision.grows and not attempt.signals:
+        fault, code, why = Fault.RESTART, ExitCode.RESTART, "lost slices are back"
+    elif attempt.asked and stopped:
+        fault, why = Fault.CANCELLED, f"asked to stop by {attempt.asked.name}"
+    else:
+        fault, why = fault_of(code), attempt.why()
     return Ending(fault, code, why, claim.attempt, claim.submission)
+
+
+def _ended_waiting(job: JobFolder, claim: Claim) -> Ending | None:
+    """No attempt was made: the job is cancelled, or another supervisor has it."""
+    if not job.is_current(claim):
+        return None
+    code = 128 + signal.SIGTERM
+    return Ending(
+        Fault.CANCELLED, code, "cancelled while it waited for slices", claim.attempt, claim.submission
+    )
 
 
 def _run(
     commands: Sequence[Command],
     console: Console,
+    log: LaunchLog,
     *,
     failure_grace_s: float,
     stop_grace_s: float,
@@ -180,7 +228,15 @@ def _run(
     with Gang() as gang:
         gang.start(commands)
         with ProgressDisplay(console) as display:
-            attempt = Attempt(gang, display, failure_grace_s, stop_grace_s, watchdog, supervision)
+            attempt = Attempt(
+                gang,
+                display,
+                failure_grace_s,
+                stop_grace_s,
+                watchdog,
+                supervision,
+                on_failure=lambda: log.stamp("stop"),
+            )
             attempt.watch()
     attempt.print_cause()
     return attempt
@@ -192,12 +248,16 @@ def _commands(
     base: Mapping[str, str],
     logs: Sequence[Path | None],
     directory: Path | None = None,
+    slices: Sequence[int] | None = None,
 ) -> list[Command]:
+    """``slices``: what the slices of the shape are called; by default their number in it."""
     port = _free_port()
     commands = []
     for process_id, log_path in enumerate(logs):
         slice_id, host = shape.place(process_id)
+        slice_id = slices[slice_id] if slices else slice_id
         environment = child_environment(base, shape, process_id, port)
+        environment["SLICEWISE_PLACE"] = f"s{slice_id}h{host}"
         name, prefix = f"slice {slice_id} host {host}", f"s{slice_id}h{host} | "
         arguments = [sys.executable, *command]
         commands.append(Command(name, prefix, arguments, environment, log_path, directory))

@@ -37,6 +37,8 @@ PASSING = (
 )
 PYTHON_VERSION = "3.12"
 IDLE_MARGIN_S = 300.0  # beyond what agents wait before they act, after which they cannot be there any more
+# states of a node whose machines are gone, or new: the API shows them while a slice is replaced
+LOST_STATES = ("PREEMPTED", "TERMINATED", "REPAIRING", "STOPPED", "DELETING", "CREATING")
 MAX_RESETS = 2  # in a row without any progress; then the slices are asked for anew
 
 
@@ -143,6 +145,7 @@ class _Supervisor:
         self.token = secrets.token_hex(6)
         self.state = ""
         self.was_active = False
+        self.lost: set[str] = set()  # slices that the API shows as lost, and not yet replaced
         self.asked_again = 0  # times, for new slices, and of these in a row without getting any:
         self.in_vain = 0
         self.cancelled_s: float | None = None
@@ -189,8 +192,11 @@ class _Supervisor:
             return self._finish(Fault.USER, ExitCode.NO_SLICES, (qr.advice(found) or "").split("\n")[0])
         if self.state in ("SUSPENDED", "FAILED") and not self.cancelled_s:
             return self._replace(found)
+        looked_s = time.monotonic()
         if self.state == "ACTIVE" and self._is_idle():
             return self._wake(found)
+        if self.was_active and self.seen_s < looked_s:  # a gang that makes progress has lost nothing
+            self._note_losses()
         self.seen_s = time.monotonic() if self.state != "ACTIVE" else self.seen_s
         return None
 
@@ -220,7 +226,7 @@ class _Supervisor:
             return self._replace(found)
         self.resets += 1
         qr.reset(self.client, self.name)
-        self.say(f"{self.name}: all its machines are restarted")
+        self._tell("no sign of life, so all its machines are restarted")
         return None
 
     def _find(self) -> Any:
@@ -237,7 +243,31 @@ class _Supervisor:
             self.state = found.state.state.name
             self.say(f"{self.name}: {self.state}")
             with contextlib.suppress(StorageError):
-                write_json(self.job.folder, "slices.json", {"state": self.state, "time": time.time()})
+                self.job.note_slices(state=self.state)
+
+    def _note_losses(self) -> None:
+        """All slices restart when one is replaced, so agents cannot know which one was lost: the API does."""
+        try:
+            found = qr.nodes(self.client, self.name)
+        except UserError as error:
+            if error.code == ExitCode.NOT_FOUND:  # deleted this moment
+                return
+            raise
+        shown = {node.name.rsplit("/", 1)[1]: node.state.name for node in found}
+        lost = {name: state for name, state in shown.items() if state in LOST_STATES}
+        if new := lost.keys() - self.lost:
+            names, states = sorted(new), sorted({lost[name] for name in new} - {"CREATING"})
+            why = f"slice{'s' * (len(names) > 1)} {', '.join(names[:8])}"
+            why += f" and {len(names) - 8} more" if len(names) > 8 else ""
+            why += f" lost ({', '.join(states)})" if states else " replaced"
+            self._tell(why)
+        self.lost = set(lost)
+
+    def _tell(self, lost: str) -> None:
+        """Agents that start again find here why they had to."""
+        self.say(f"{self.name}: {lost}")
+        with contextlib.suppress(StorageError):
+            self.job.note_slices(lost=lost, lost_at=time.time())
 
     def _ask(self) -> Ending | None:
         if self.was_active:
@@ -262,6 +292,8 @@ class _Supervisor:
             self.say(f"asks again in {delay_s:g} s")
             time.sleep(delay_s)
         self.asked_again, self.in_vain, self.was_active = self.asked_again + 1, self.in_vain + 1, False
+        with contextlib.suppress(StorageError):
+            self.job.note_slices(lost=f"{why} New ones were asked for.", lost_at=time.time())
         return self._ask()
 
     def _cancel(self) -> Ending | None:

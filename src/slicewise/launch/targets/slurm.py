@@ -50,6 +50,14 @@ class Allocation:
 
 _DECIDED = {"job-name", "nodes", "ntasks", "ntasks-per-node", "requeue", "no-requeue", "open-mode", "output"}
 _DECIDED |= {"error", "signal", "wrap"}
+# what the commands say (slurm_errno.c, fetch_config.c and the munge plugin) where no controller can be asked
+_UNREACHABLE = (
+    "Unable to contact slurm controller",
+    "Could not establish a configuration source",
+    "Socket timed out on send/recv operation",
+    "Zero Bytes were transmitted or received",
+    "Munge encode failed",
+)
 
 
 def script(spec: JobSpec, root: str, allocation: Allocation, log: str) -> str:
@@ -132,7 +140,8 @@ def _id(platform: Mapping[str, Any]) -> str:
 def _run(command: Sequence[str], text: str = "") -> str:
     if shutil.which(command[0]) is None:
         raise UserError(
-            f"{command[0]} is not installed here: submit from a machine that has Slurm's commands."
+            f"{command[0]} is not installed here: submit from a machine that has Slurm's commands.",
+            code=ExitCode.INTERNAL,
         )
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
@@ -143,9 +152,11 @@ def _run(command: Sequence[str], text: str = "") -> str:
         ) from error
     if done.returncode:
         said = (done.stderr or done.stdout).strip().removeprefix(f"{command[0]}: ")
-        unreachable = "Unable to contact slurm controller" in said
-        raise UserError(
-            f"{command[0]}: {' '.join(said.split())[:300]}",
-            code=ExitCode.UNAVAILABLE if unreachable else ExitCode.USER,
-        )
+        shown = f"{command[0]}: {' '.join(said.split())[:300]}"
+        if any(words in said for words in _UNREACHABLE):
+            raise UserError(
+                f"{shown}\nSlurm's controller does not answer this machine: try again once it does.",
+                code=ExitCode.UNAVAILABLE,
+            )
+        raise UserError(shown)
     return done.stdout

@@ -1,0 +1,68 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) as shapes: which matrices of a layer have them, by one rule for all."""
+
+import re
+from dataclasses import dataclass, replace
+
+from slicewise.costs.shapes import Layer, Matmul, ModelShape
+
+FROZEN_BYTES = {"bfloat16": 2.0, "float32": 4.0, "int8": 1.0}
+# Outputs of matrices (see costs.shapes) -> the matrix's name within its layer, plain and of latent attention.
+NAMES = {
+    "query_proj": ("wq", "latent.wq_b"),
+    "key_proj": ("wk", "latent.wk_b"),
+    "value_proj": ("wv", "latent.wv_b"),
+    "query_wa_proj": ("", "latent.wq_a"),
+    "kv_wa_proj": ("", "latent.wkv_a"),
+    "out_proj": ("wo", "wo"),
+}
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of ``rank`` on the matrices whose name ``layers`` matches, over frozen ones kept as ``base_dtype``."""
+
+    rank: int
+    alpha: float = 16.0
+    layers: str = ""  # empty: all but routed experts
+    base_dtype: str = "bfloat16"
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def adapts(self, name: str) -> bool:
+        """Whether the dense matrix called ``name`` within its layer has an adapter."""
+        return not self.layers or re.fullmatch(self.layers, name) is not None
+
+
+def with_adapters(shape: ModelShape, lora: Lora | None) -> ModelShape:
+    """``shape`` as it is trained: frozen, with the ranks of its adapters; as it is without ``lora``."""
+    if lora is None:
+        return shape
+    layers = tuple(
+        replace(layer, matmuls=tuple(_adapted(layer, m, lora) for m in layer.matmuls), frozen=True)
+        for layer in shape.layers
+    )
+    return replace(shape, layers=layers, frozen_bytes=FROZEN_BYTES[lora.base_dtype])
+
+
+def _adapted(layer: Layer, m: Matmul, lora: Lora) -> Matmul:
+    name = _name(layer, m)
+    return replace(m, frozen=True, rank=lora.rank if name and lora.adapts(name) else 0)
+
+
+def _name(layer: Layer, m: Matmul) -> str | None:
+    """The weight of ``m`` within its layer; None for what has no adapter."""
+    if m.routed or m.name == "router":
+        return None
+    outputs = {other.name for other in layer.matmuls}
+    if m.name in NAMES:
+        plain, latent = NAMES[m.name]
+        compressed = "kv_wa_proj" in outputs and not (
+            m.name == "query_proj" and "query_wa_proj" not in outputs
+        )
+        return latent if compressed else plain
+    prefix = "moe.shared." if m.name.startswith("shared_") else ""
+    part = m.name.removeprefix("shared_")
+    gated = m.name.replace("mlpwi_0", "mlpwi_1").replace("mlpwo", "mlpwi_1") in outputs
+    return prefix + {"mlpwo": "w_down", "mlpwi_1": "w_up", "mlpwi_0": "w_gate" if gated else "w_up"}[part]

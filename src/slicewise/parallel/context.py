@@ -1,0 +1,125 @@
+"""Sequences divided by their tokens over the context axis: who holds which tokens, and what neighbours tell each other.
+
+A causal mask gives late tokens more to do than early ones. So a row is cut into two chunks for each of the n devices,
+and device i holds chunks i and 2n - 1 - i: every device then sees as many keys as any other. Where heads are exchanged
+each device attends to whole rows, and tokens stay in their order.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from slicewise.catalog.model import ModelSpec
+from slicewise.config import ContextStrategy
+from slicewise.errors import UserError
+from slicewise.parallel.rules import partition
+
+AXIS = "context"
+
+
+def ways() -> int:
+    """Devices that share each row, under the mesh in force."""
+    return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
+
+
+def is_balanced(strategy: ContextStrategy) -> bool:
+    """Whether a device holds an early and a late chunk of a row, instead of neighbouring tokens."""
+    return strategy != "ulysses"
+
+
+def order(tokens: int, ways: int, strategy: ContextStrategy) -> np.ndarray | None:
+    """Which token of a row stands at each place, [T]; None where each stands in its own."""
+    if ways == 1 or not is_balanced(strategy):
+        return None
+    chunks_CX = np.arange(tokens).reshape(2 * ways, -1)
+    return np.stack([chunks_CX[:ways], chunks_CX[: ways - 1 : -1]], axis=1).reshape(-1)
+
+
+def in_order(x_BT: jax.Array) -> jax.Array:
+    """Rows [B, T, ...] that were gathered over the context axis, with their tokens in order."""
+    B, T, *rest = x_BT.shape
+    n = jax.lax.axis_size(AXIS)
+    pairs = x_BT.reshape(B, n, 2, T // (2 * n), *rest)
+    chunks = jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1)
+    return chunks.reshape(x_BT.shape)
+
+
+def ahead(x_BT: jax.Array, by: int, fill: float, strategy: ContextStrategy) -> jax.Array:
+    """``x`` [B, T, ...] with what stands ``by`` tokens later in the row in each place, ``fill`` at its end."""
+    n = ways()
+    if n == 1:
+        return _joined(x_BT, by, jnp.full_like(x_BT[:, :by], fill))
+
+    def on_device(x_BT: jax.Array) -> jax.Array:
+        here = jax.lax.axis_index(AXIS)
+
+        def from_neighbour(x_BT: jax.Array, step: int, at_edge: jax.Array | float) -> jax.Array:
+            """The first tokens of a chunk of the device ``step`` further; of one beyond the last, ``at_edge``."""
+            pairs = [(i + step, i) for i in range(n) if 0 <= i + step < n]
+            first = jax.lax.ppermute(x_BT[:, :by], AXIS, pairs)
+            edge = n - 1 if step > 0 else 0
+            return jnp.where(here == edge, jnp.asarray(at_edge, first.dtype), first)
+
+        if not is_balanced(strategy):
+            return _joined(x_BT, by, from_neighbour(x_BT, 1, fill))
+        early, late = jnp.split(x_BT, 2, axis=1)
+        after_early = from_neighbour(early, 1, late[:, :by])
+        after_late = from_neighbour(late, -1, fill)
+        return jnp.concatenate([_joined(early, by, after_early), _joined(late, by, after_late)], axis=1)
+
+    spec = partition("batch", "sequence", *["activation"] * (x_BT.ndim - 2))
+    return jax.shard_map(on_device, in_specs=spec, out_specs=spec)(jax.sharding.reshard(x_BT, spec))
+
+
+def _joined(x_BT: jax.Array, by: int, after: jax.Array) -> jax.Array:
+    return jnp.concatenate([x_BT[:, by:], after], axis=1)
+
+
+def check(
+    spec: ModelSpec,
+    sequence_length: int,
+    strategy: ContextStrategy,
+    dispatch: str,
+    degrees: Mapping[str, int],
+) -> None:
+    """Raises UserError where rows, heads or what the model does with whole rows forbid the context axis of ``degrees``.
+
+    ``dispatch``: how tokens get to their experts.
+    """
+    n = degrees[AXIS]
+    if n == 1:
+        return
+    chunks = 2 * n if is_balanced(strategy) else n
+    if sequence_length % chunks:
+        above = sequence_length + -sequence_length % chunks
+        below = sequence_length - sequence_length % chunks
+        near = f"{below} or {above}" if below else f"{above}"
+        raise UserError(
+            f"sequence_length = {sequence_length} does not fall into the {chunks} equal chunks that context"
+            f" parallelism {n} by {strategy} needs; use {near}."
+        )
+    if strategy == "ulysses" and (heads := spec.kv_heads // degrees["tensor"]) % n:
+        kept = "kv_heads" if degrees["tensor"] == 1 else "kv_heads / tensor parallelism"
+        raise UserError(
+            f"context_strategy = ulysses exchanges heads, and context parallelism {n} does not divide {kept} ="
+            f" {heads} of {spec.name}; use {math.gcd(heads, n)} ways, or all_gather or ring."
+        )
+    if spec.experts and dispatch == "capacity":
+        raise UserError(
+            f"moe_dispatch = capacity counts the tokens of whole sequences, which context parallelism {n} divides;"
+            " use dropless."
+        )
+    if sequence_length // chunks < spec.prediction_layers:
+        raise UserError(
+            f"sequence_length = {sequence_length} leaves chunks of {sequence_length // chunks} tokens to context"
+            f" parallelism {n}, fewer than the {spec.prediction_layers} prediction layers look ahead; raise it."
+        )
+
+
+def gathered(tree: Any) -> Any:
+    """Arrays [B, T / n, ...] of each device as [B, T, ...], in the order of the devices; of one inside a shard_map."""
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True), tree)
