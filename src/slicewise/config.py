@@ -88,6 +88,8 @@ class Model(Part):
     """Elements of a tile."""
     quantization_fixed_range: NonNegativeFloat = 0.0
     """Largest weight and activation that 8 bits hold; 0 = the largest there is, at each step."""
+    quantization_calibrate_every: NonNegativeInt = 0
+    """Steps for which scales of weights and activations stay as they are; 0 = they are taken anew at each step."""
     quantization_stochastic_rounding: bool = False
     """Rounds gradients up or down at random instead of to the nearest."""
     moe_dispatch: Literal["dropless", "capacity"] = "dropless"

@@ -99,7 +99,9 @@ def test_the_planner_is_asked_with_the_runs_own_numbers():
     assert plan.checkpoint_s == 1
     assert plan.interval_s == pytest.approx(60, rel=0.01)  # of a start: one save
     assert plan.mtbf_s == pytest.approx(69, rel=0.06)
-    assert measured(found) * (found.wall_us - 5 * S) == pytest.approx(found.parts_us["step"])  # 5 s to start first
+    assert measured(found) * (found.wall_us - 5 * S) == pytest.approx(
+        found.parts_us["step"]
+    )  # 5 s to start first
     assert expectation(account(stamps(restarts=0))) is None
 
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from slicewise.checkpoint.store import CheckpointStore
 from slicewise.config import load_config
 from slicewise.errors import UserError
 from slicewise.parallel.cluster import by_slice
@@ -50,3 +51,27 @@ def test_a_pattern_that_matches_nothing_is_refused_before_compiling():
     config = load_config(None, [*TINY, "quantization=fp8", "quantization_layers=mlp"]).config
     with pytest.raises(UserError, match="matches no matrix"):
         build_train_step(config, build_mesh(config, by_slice(jax.devices()[:1])))
+
+
+def test_calibrated_ranges_are_made_in_the_run_and_saved_with_it(trainer):
+    """At steps 1 and 5: a run that resumes between goes on with those of step 1."""
+    how = ["quantization=fp8", "quantization_calibrate_every=4", "compute_dtype=bfloat16", "steps=4"]
+    trainer.train(*how)
+    saved = ranges_of_step(trainer, 4, *how)
+    assert saved["layers.wq"].shape == (2, 2)
+    assert all((np.asarray(r) > 0).all() for r in saved.values())
+    again = trainer.train(*how[:-1], "steps=6", "checkpoint_every=1")
+    assert [record["step"] for record in again][-2:] == [5, 6]
+    after = ranges_of_step(trainer, 6, *how)
+    assert any((np.asarray(after[n]) != np.asarray(saved[n])).any() for n in saved)
+
+
+def ranges_of_step(trainer, number, *overrides):
+    config = load_config(None, trainer.overrides(*overrides)).config
+    step = build_train_step(config, build_mesh(config, by_slice(jax.devices()[:1])))
+    store = CheckpointStore(f"{config.directory}/checkpoints", keep=9)
+    try:
+        wanted = {"ranges": step.abstract_state.ranges}
+        return store.restore(number, wanted, partial=True).state["ranges"]
+    finally:
+        store.close()

@@ -21,6 +21,7 @@ from slicewise.cli import (
     roofline,
     run,
     train,
+    tune,
 )
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import ExitCode, UserError
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     train.register(verbs)
     plan.register(verbs)
     compile.register(verbs)
+    tune.register(verbs)
     plan_more.register(verbs)
     roofline.register(verbs)
     bench.register(verbs)

@@ -30,6 +30,8 @@ class Communication:
     bytes_: float
     seconds: float
     exposed_s: float
+    looped_s: float = 0.0  # of the seconds, those within loops over layers
+    looped_exposed_s: float = 0.0
 
     @property
     def overlapped_s(self) -> float:
@@ -58,6 +60,19 @@ class CompiledStep:
     @property
     def fits(self) -> bool:
         return self.out_of_memory is None and self.memory.fits
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Of the communication that a schedule could hide, what it does hide; None where there is none.
+
+        It could hide what the loops over layers do over axes that only spread weights and gradients. Tokens wait for
+        what tensor and expert axes move, and nothing runs before the first gather and behind the last gradient.
+        """
+        free = [c for c in self.communication if not any(axis in c.axes for axis in ("tensor", "expert"))]
+        could_s = sum(c.looped_s for c in free)
+        if not could_s:
+            return None
+        return max(0.0, 1 - sum(c.looped_exposed_s for c in free) / could_s)
 
     @property
     def hardware_utilisation(self) -> float:
@@ -103,7 +118,14 @@ def analyse(compiled: Compiled) -> CompiledStep:
 
 def _communication(totals: Totals) -> tuple[Communication, ...]:
     rows = [
-        Communication(axes, totals.communication_bytes[axes], spent, totals.exposed.get(axes, 0.0))
+        Communication(
+            axes,
+            totals.communication_bytes[axes],
+            spent,
+            totals.exposed.get(axes, 0.0),
+            totals.looped.get(axes, 0.0),
+            totals.looped_exposed.get(axes, 0.0),
+        )
         for axes, spent in totals.communication.items()
         if axes not in _WAITS
     ]

@@ -50,9 +50,10 @@ def compile_program(request: dict[str, Any], directory: Path) -> None:
     from slicewise.compile.programs import build_program
     from slicewise.compile.target import absent_devices
     from slicewise.config import RunConfig
+    from slicewise.interop.huggingface import load_spec
     from slicewise.parallel.cluster import by_slice
     from slicewise.parallel.mesh import build_mesh
-    from slicewise.train import executable
+    from slicewise.train import choices, executable
 
     cluster = slices.cluster(request["slice"], request["num_slices"])
     config = RunConfig(**request["config"])
@@ -63,6 +64,9 @@ def compile_program(request: dict[str, Any], directory: Path) -> None:
     program = build_program(request["program"], config, mesh)
     with jax.set_mesh(mesh):
         lowered = program.function.lower(*program.abstract_arguments)
+    if request["program"] == "update":
+        spec = load_spec(config.model.model)
+        choices.check_kernels(choices.expected_kernels(config, spec, mesh), lowered.as_text())
     facts = {
         "module": f"jit_{program.function.__name__}",
         "mesh": dict(mesh.shape),

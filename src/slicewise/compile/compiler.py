@@ -23,6 +23,7 @@ from slicewise.catalog.slices import Cluster
 from slicewise.config import RunConfig, resolve_degrees
 from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
+from slicewise.kernels import tuned
 
 Depth = Literal["schedule", "full"]
 POLL_S = 0.05
@@ -90,7 +91,8 @@ class Request:
             self.depth,
             self.serialize,
         ]
-        parts += [_versions(), _source_digest()]
+        # Settings of kernels that the user tuned for this chip decide as the package's sources do.
+        parts += [_versions(), _source_digest(), tuned.digest(self.cluster.chip.name)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -305,8 +307,12 @@ class _Child:
         return next(iter(sorted(self.dump.glob(f"module_*.{module}.*.{suffix}"))), None)
 
     def _schedule_is_there(self) -> bool:
-        """The last file of the schedule is written whole: all others were before it."""
-        path = self._dumped("after_optimizations_after_buffer_assignment.txt")
+        """The last file of the schedule is written whole: all others were before it.
+
+        The one after it, of the same instructions, has to wait for the machine code of the SparseCores, which on TPU7x
+        takes longer than all that came before.
+        """
+        path = self._dumped("after_optimizations.txt")
         if path is None:
             return False
         text = path.read_bytes()

@@ -54,6 +54,9 @@ class Totals:
     communication: dict[str, float] = field(default_factory=dict)  # label -> seconds, hidden or not
     communication_bytes: dict[str, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=dict)  # label -> seconds that the core waited
+    # The same two of what runs in loops: before and behind it stand other rounds, whose compute could hide it.
+    looped: dict[str, float] = field(default_factory=dict)
+    looped_exposed: dict[str, float] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)  # instruction -> FLOPs
     host_bytes: float = 0.0
 
@@ -63,6 +66,8 @@ class Totals:
         _add(self.communication, other.communication, times)
         _add(self.communication_bytes, other.communication_bytes, times)
         _add(self.exposed, other.exposed, times)
+        _add(self.looped, other.looped, times)
+        _add(self.looped_exposed, other.looped_exposed, times)
         _add(self.flops, other.flops, times)
         self.host_bytes += times * other.host_bytes
 
@@ -221,6 +226,8 @@ class _Player:
                 self.spans.append(Span(resource, begin_s, end_s - begin_s, i, work, depth))
         if work.kind in ("collective", "host copy"):
             totals.communication[work.label] = totals.communication.get(work.label, 0.0) + work.seconds
+            if depth:
+                totals.looped[work.label] = totals.looped.get(work.label, 0.0) + work.seconds
             totals.communication_bytes[work.label] = (
                 totals.communication_bytes.get(work.label, 0.0) + work.bytes_
             )
@@ -231,7 +238,7 @@ class _Player:
             return
         taken_s = end_s - self.now_s
         if work.kind == "collective" or work.resources:
-            totals.exposed[work.label] = totals.exposed.get(work.label, 0.0) + taken_s
+            _expose(totals, work.label, taken_s, depth)
         else:
             key = (work.kind, i.name)
             totals.seconds[key] = totals.seconds.get(key, 0.0) + taken_s
@@ -250,7 +257,7 @@ class _Player:
         if work is None or waited_s <= 0:
             return
         label = work.label or work.kind
-        totals.exposed[label] = totals.exposed.get(label, 0.0) + waited_s
+        _expose(totals, label, waited_s, depth)
         if record:
             wait = Work("wait", waited_s, label=label)
             self.spans.append(Span(CORE, self.now_s, waited_s, i, wait, depth))
@@ -274,6 +281,12 @@ class _Player:
                 )
                 name = source.operands[0] if source and through and source.operands else None
         return ""
+
+
+def _expose(totals: Totals, label: str, seconds: float, depth: int) -> None:
+    totals.exposed[label] = totals.exposed.get(label, 0.0) + seconds
+    if depth:
+        totals.looped_exposed[label] = totals.looped_exposed.get(label, 0.0) + seconds
 
 
 def is_done(module: Module, i: Instruction) -> bool:

@@ -5,7 +5,7 @@ each choice, in the order of their experts, G experts of a device, S rows of one
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ from jax.sharding import PartitionSpec
 
 from slicewise.catalog.model import Experts, ModelSpec
 from slicewise.kernels.grouped_matmul.api import REFERENCE, Kernel, grouped_matmul
+from slicewise.model import quantized_experts
 from slicewise.model.layers import activate, mlp
 from slicewise.model.linear import linear
 from slicewise.model.lora import Packed, unpacked
 from slicewise.model.params import Layers, Moe, Params
+from slicewise.model.quantization import Marked, Quantization
 from slicewise.model.remat import GATHERED, named
 from slicewise.parallel.expert import Dispatch, mixed
 from slicewise.parallel.rules import gathered, partition, residual
@@ -34,7 +36,7 @@ DIMS = {
     "b_up": ("experts", "mlp"),
     "b_down": ("experts", "activation"),
 }
-Weights = dict[str, jax.Array]  # those of DIMS that the model has
+Weights = dict[str, Any]  # those of DIMS that the model has: arrays, or quantized_experts.Whole once gathered
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +62,9 @@ def moe(
     assert e is not None
     h_BTD = jax.sharding.reshard(h_BTD, partition("batch", "sequence", "activation"))
     choice_BTK, share_BTK, usage = route(w, e, h_BTD, segments_BT > 0)
-    routed = {name: _plain(getattr(w, name), h_BTD.dtype) for name in DIMS if getattr(w, name) is not None}
+    given = {name: getattr(w, name) for name in DIMS if getattr(w, name) is not None}
+    how = {name: matrix.how for name, matrix in given.items() if isinstance(matrix, Marked)}
+    routed = {name: _plain(matrix, h_BTD.dtype) for name, matrix in given.items()}
     specs = {name: jax.typeof(matrix).sharding.spec for name, matrix in routed.items()}
     out_BTD = mixed(
         h_BTD,
@@ -70,7 +74,7 @@ def moe(
         specs,
         experts=e.experts,
         dispatch=dispatch,
-        prepare=lambda weights: _whole(weights, specs, h_BTD.dtype),
+        prepare=lambda weights: _whole(weights, specs, h_BTD.dtype, how),
         grouped=lambda x_RD, sizes_G, weights: _grouped(weights, spec, x_RD, sizes_G, kernel),
         batched=lambda x_GSD, weights: _batched(weights, spec, x_GSD),
     )
@@ -81,6 +85,9 @@ def moe(
 
 
 def _plain(weight: Any, dtype: jnp.dtype) -> jax.Array:
+    """As it is stored; frozen bytes in ``dtype``."""
+    if isinstance(weight, Marked):
+        return weight.weight
     return unpacked(weight, dtype) if isinstance(weight, Packed) else weight
 
 
@@ -130,16 +137,24 @@ def _usage(chosen_BTKE: jax.Array, probability_BTE: jax.Array, real_BT: jax.Arra
     return Usage(E * (share_BE * probability_BE * real_B1).sum(), chosen_BE.sum(0))
 
 
-def _whole(weights: Weights, specs: dict[str, PartitionSpec], dtype: jnp.dtype) -> Weights:
+def _whole(
+    weights: Weights, specs: Mapping[str, PartitionSpec], dtype: jnp.dtype, how: Mapping[str, Quantization]
+) -> Weights:
     """This device's experts, gathered over the axes that spread them as FSDP does, unless a stage of a pipeline has
-    done so; the transpose reduce-scatters."""
+    done so; the transpose reduce-scatters.
 
-    def gather(name: str, w: jax.Array) -> jax.Array:
+    Those that ``how`` names travel and are multiplied in 8 bits.
+    """
+
+    def gather(name: str, w: jax.Array) -> Any:
         w = w.astype(dtype)
-        spread = DIMS[name].index("expert_embed") if "expert_embed" in DIMS[name] else None
-        if spread is None or specs[name][spread] is None:
+        dim = DIMS[name].index("expert_embed") if "expert_embed" in DIMS[name] else None
+        axes = None if dim is None else specs[name][dim]
+        if name in how:
+            return quantized_experts.whole(w, how[name], None if axes is None else dim)
+        if axes is None:
             return w
-        return checkpoint_name(jax.lax.all_gather(w, specs[name][spread], axis=spread, tiled=True), GATHERED)
+        return checkpoint_name(jax.lax.all_gather(w, axes, axis=dim, tiled=True), GATHERED)
 
     return {name: gather(name, w) for name, w in weights.items()}
 
@@ -149,7 +164,10 @@ def _grouped(w: Weights, spec: ModelSpec, x_RD: jax.Array, sizes_G: jax.Array, k
     group_R = jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(len(x_RD)), side="right")
 
     def product(x: jax.Array, matrix: str, bias: str, name: str) -> jax.Array:
-        out = grouped_matmul(x, w[matrix], sizes_G, kernel)
+        if isinstance(w[matrix], quantized_experts.Whole):
+            out = quantized_experts.grouped(x, w[matrix], sizes_G, kernel)
+        else:
+            out = grouped_matmul(x, w[matrix], sizes_G, kernel)
         if bias in w:
             out = out + w[bias].at[group_R].get(mode="fill", fill_value=0)
         return named(out, name)
@@ -166,7 +184,10 @@ def _batched(w: Weights, spec: ModelSpec, x_GSD: jax.Array) -> jax.Array:
     """Equally many rows of each expert through its MLP; rows that stand for no token give what nobody reads."""
 
     def product(x: jax.Array, matrix: str, bias: str, name: str) -> jax.Array:
-        out = jnp.einsum("GSI,GIO->GSO", x, w[matrix])
+        if isinstance(w[matrix], quantized_experts.Whole):
+            out = quantized_experts.batched(x, w[matrix])
+        else:
+            out = jnp.einsum("GSI,GIO->GSO", x, w[matrix])
         return named(out + w[bias][:, None] if bias in w else out, name)
 
     if "w_gate" not in w:

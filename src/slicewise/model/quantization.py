@@ -1,13 +1,14 @@
 """Products of activations and weights in 8 bits: qwix quantises, the backward pass and the gathers are spelled out.
 
 Weights are quantised where they are stored, so an all-gather moves one byte a weight, in either pass. Sums are in
-float32 (int32 for int8), gradients of weights in the weights' type.
+float32 (int32 for int8), gradients of weights in the weights' type. Routed experts are in quantized_experts.py.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,12 +21,15 @@ from slicewise.errors import UserError
 from slicewise.parallel.rules import partition, unscattered
 
 MATRICES = re.compile(r"(.*\.)?(w[qkvo]|wq_a|wq_b|wkv_a|wk_b|wv_b|w_gate|w_up|w_down)")
-EXPERTS = re.compile(r"moe\.w_.*")  # their product is another kernel's
+EXPERTS = re.compile(r"(.*\.)?moe\.w_.*")  # routed ones, whose product is another kernel's
+# Over the largest value of a calibration, so that later ones fit too; a floating type hardly feels it.
+HEADROOM = {"fp8": 2.0, "fp8_e4m3": 2.0, "int8": 1.0}
 TYPES = {  # of weights and activations, of gradients
     "fp8": ("float8_e4m3fn", "float8_e5m2"),
     "fp8_e4m3": ("float8_e4m3fn", "float8_e4m3fn"),
     "int8": ("int8", "int8"),
 }
+TINY = 2.0**-63  # instead of a largest magnitude of 0
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,26 @@ class Quantization:
     tile: int = 128
     fixed_range: float = 0.0  # of weights and activations; 0 = from their largest value at each step
     stochastic: bool = False  # rounding of gradients
+    calibrated: bool = False  # the range of weights and activations is that of the last calibration
+    calibrates: bool = (
+        False  # the gradient of a range is the largest values seen; every scale is this step's own
+    )
 
 
 @dataclass(frozen=True)
 class Marked:
-    """A stored weight that is to be multiplied in 8 bits."""
+    """A stored weight that is to be multiplied in 8 bits.
+
+    ``range_2`` are the largest activation and weight that 8 bits hold, of several layers with a leading L; None where
+    scales are each step's own.
+    """
 
     weight: jax.Array
+    range_2: jax.Array | None
     how: Quantization
+
+
+jax.tree_util.register_dataclass(Marked, ["weight", "range_2"], ["how"])
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,21 @@ class Stored:
     weight: jax.Array
     dims: tuple[str, ...]
     how: Quantization
+    range_2: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class Type:
+    """An 8-bit type and its largest number."""
+
+    dtype: Any
+    largest: float
+
+
+def of_type(name: str, *, is_gradient: bool) -> Type:
+    dtype = jnp.dtype(TYPES[name][is_gradient])
+    is_whole = jnp.issubdtype(dtype, jnp.integer)
+    return Type(dtype, 127.0 if is_whole else float(jnp.finfo(dtype).max))
 
 
 def check(how: Quantization, layers: Any) -> None:
@@ -65,6 +96,16 @@ def check(how: Quantization, layers: Any) -> None:
         raise UserError(f"quantization_layers = '{how.layers}' is no regular expression: {e}.") from e
     if importlib.util.find_spec("qwix") is None:
         raise UserError(f"quantization = '{how.name}' needs qwix; pip install 'slicewise[quantization]'.")
+    if how.calibrated and (how.fixed_range or how.scaling != "tensor"):
+        other = (
+            f"quantization_fixed_range = {how.fixed_range}"
+            if how.fixed_range
+            else f"quantization_scaling = '{how.scaling}'"
+        )
+        raise UserError(
+            f"quantization_calibrate_every does not go with {other}: a calibrated scale is one for a tensor; leave"
+            " one of them out."
+        )
     leaves = jax.tree.leaves(marked(layers, how), is_leaf=lambda leaf: isinstance(leaf, Marked))
     if not any(isinstance(leaf, Marked) for leaf in leaves):
         raise UserError(
@@ -74,7 +115,7 @@ def check(how: Quantization, layers: Any) -> None:
 
 def _names(layers: Any) -> list[str]:
     named = (_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(layers))
-    return [name for name in named if MATRICES.fullmatch(name) and not EXPERTS.fullmatch(name)]
+    return [name for name in named if MATRICES.fullmatch(name)]
 
 
 def _name(path: tuple) -> str:
@@ -93,49 +134,90 @@ def slower(how: Quantization, chip: Chip) -> str | None:
     )
 
 
-def marked(layers: Any, how: Quantization | None) -> Any:
-    """``layers`` with the matrices that ``how`` names wrapped as Marked."""
+def marked(
+    layers: Any, how: Quantization | None, ranges: Mapping[str, jax.Array] | None = None, prefix: str = ""
+) -> Any:
+    """``layers`` with the matrices that ``how`` names wrapped as Marked; ``ranges`` by ``prefix`` and name."""
     if how is None:
         return layers
 
     def mark(path: tuple, weight: jax.Array) -> Any:
         name = _name(path).removesuffix(".base")  # of one that is Adapted
-        is_meant = MATRICES.fullmatch(name) and not EXPERTS.fullmatch(name) and re.fullmatch(how.layers, name)
-        return Marked(weight, how) if is_meant else weight
+        if not (MATRICES.fullmatch(name) and re.fullmatch(how.layers, name)):
+            return weight
+        return Marked(weight, None if ranges is None else ranges.get(f"{prefix}{name}"), how)
 
     return jax.tree_util.tree_map_with_path(mark, layers)
 
 
+def all_marked(params: Any, how: Quantization | None, ranges: Mapping[str, jax.Array] | None) -> Any:
+    """Params with the matrices of all its layers marked."""
+    if how is None:
+        return params
+    changed = {
+        stack: marked(getattr(params, stack), how, ranges, f"{stack}.")
+        for stack in ("layers", "dense_layers")
+        if getattr(params, stack) is not None
+    }
+    if params.prediction is not None:
+        layers = marked(params.prediction.layers, how, ranges, "prediction.layers.")
+        changed["prediction"] = dataclasses.replace(params.prediction, layers=layers)
+    return dataclasses.replace(params, **changed)
+
+
+def ranges_of(params: Any, how: Quantization) -> dict[str, jax.Array]:
+    """Zeros [L, 2] by name for each stack of matrices whose range is calibrated; routed experts have none."""
+    everything = jax.tree_util.tree_leaves_with_path(
+        all_marked(params, how, None), is_leaf=lambda leaf: isinstance(leaf, Marked)
+    )
+    return {
+        _name(path): jnp.zeros((leaf.weight.shape[0], 2), jnp.float32)
+        for path, leaf in everything
+        if isinstance(leaf, Marked) and not EXPERTS.fullmatch(_name(path))
+    }
+
+
 def linear(x: jax.Array, weight: Stored, out_sharding: PartitionSpec, contract: int) -> jax.Array:
     """As model.linear.linear, with ``weight`` [*C, *O] still as it is stored."""
-    return _linear(x, weight.weight, weight.dims, tuple(out_sharding), contract, weight.how)
+    return _linear(x, weight.weight, weight.range_2, weight.dims, tuple(out_sharding), contract, weight.how)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _linear(
-    x: jax.Array, weight: jax.Array, dims: tuple, out_sharding: tuple, contract: int, how: Quantization
+    x: jax.Array,
+    weight: jax.Array,
+    range_2: jax.Array | None,
+    dims: tuple,
+    out_sharding: tuple,
+    contract: int,
+    how: Quantization,
 ) -> jax.Array:
     lead, inner = x.ndim - contract, range(contract)
-    q_x = _quantized(x, range(lead), how)
-    q_weight = _gathered(_quantized(weight, range(contract, weight.ndim), how), dims)
+    x_limit, weight_limit = _limits(range_2, how)
+    q_x = _quantized(x, range(lead), how, x_limit)
+    q_weight = _gathered(_quantized(weight, range(contract, weight.ndim), how, weight_limit), dims)
     return _product(q_x, q_weight, (range(lead, x.ndim), inner), out_sharding, x.dtype, how)
 
 
-def _forward(
-    x: jax.Array, weight: jax.Array, dims: tuple, out_sharding: tuple, contract: int, how: Quantization
-) -> tuple:
-    return _linear(x, weight, dims, out_sharding, contract, how), (x, weight)
+def _limits(range_2: jax.Array | None, how: Quantization) -> tuple[jax.Array | None, jax.Array | None]:
+    """Of activations and of the weight, where they are calibrated."""
+    return (None, None) if range_2 is None or how.calibrates else (range_2[0], range_2[1])
+
+
+def _forward(x: jax.Array, weight: jax.Array, range_2: jax.Array | None, *how: Any) -> tuple:
+    return _linear(x, weight, range_2, *how), (x, weight, range_2)
 
 
 def _backward(
     dims: tuple, out_sharding: tuple, contract: int, how: Quantization, saved: tuple, grad: jax.Array
 ) -> tuple:
-    x, weight = saved
+    x, weight, range_2 = saved
+    x_limit, weight_limit = _limits(range_2, how)
     grad = unscattered(grad, x, x.ndim - contract)
     lead, outer = range(x.ndim - contract), range(contract, weight.ndim)
     of_grad = range(len(lead), grad.ndim)
-    q_weight = _gathered(_quantized(weight, range(contract), how), dims)
-    q_x = _quantized(x, range(len(lead), x.ndim), how)
+    q_weight = _gathered(_quantized(weight, range(contract), how, weight_limit), dims)
+    q_x = _quantized(x, range(len(lead), x.ndim), how, x_limit)
     d_x = _product(
         _quantized(grad, lead, how, is_gradient=True),
         q_weight,
@@ -152,17 +234,46 @@ def _backward(
         weight.dtype,
         how,
     )
-    return d_x, d_weight
+    seen_2 = None if range_2 is None else jnp.stack([largest(y, ()).reshape(()) for y in (x, weight)])
+    return d_x, d_weight, seen_2
 
 
 _linear.defvjp(_forward, _backward)
 
 
-def _quantized(x: jax.Array, kept: Collection[int], how: Quantization, *, is_gradient: bool = False) -> Any:
-    """``x`` as qwix's QArray for a product that sums over all dims but ``kept``: its scale never varies along those."""
+def largest(x: jax.Array, kept: Collection[int]) -> jax.Array:
+    """The largest magnitude over all dims but ``kept``, of size 1 in the others: float32, and above 0."""
+    summed = tuple(dim for dim in range(x.ndim) if dim not in kept)
+    return jnp.maximum(jnp.abs(x).max(summed, keepdims=True).astype(jnp.float32), TINY)
+
+
+def rounded(x: jax.Array, scale: jax.Array, kind: Type, *, stochastic: bool = False) -> jax.Array:
+    """``x`` over ``scale``, which broadcasts, in 8 bits; what lies outside becomes the largest number."""
+    y = jnp.clip(x.astype(jnp.float32) / scale, -kind.largest, kind.largest)
+    if stochastic:
+        return _at_random(y, _bits(x, None), kind.dtype)
+    return (jnp.round(y) if jnp.issubdtype(kind.dtype, jnp.integer) else y).astype(kind.dtype)
+
+
+def _quantized(
+    x: jax.Array,
+    kept: Collection[int],
+    how: Quantization,
+    limit: jax.Array | None = None,
+    *,
+    is_gradient: bool = False,
+) -> Any:
+    """``x`` as qwix's QArray for a product that sums over all dims but ``kept``: its scale never varies along those.
+
+    ``limit`` is a scalar, the largest magnitude that is held, where it is not that of ``x``.
+    """
     import qwix
 
-    dtype = jnp.dtype(TYPES[how.name][is_gradient])
+    kind = of_type(how.name, is_gradient=is_gradient)
+    if limit is not None:
+        scale = (jnp.maximum(limit, TINY) / kind.largest).reshape((1,) * x.ndim)
+        return qwix.QArray(rounded(x, scale, kind), scale)
+    dtype = kind.dtype
     method = "absmax"
     if how.fixed_range and not is_gradient:
         method = f"fixed,{-how.fixed_range},{how.fixed_range}"
@@ -196,22 +307,30 @@ def _rounded_at_random(x: jax.Array, array: Any, dtype: jnp.dtype) -> jax.Array:
 
     ones = array.replace(qvalue=jnp.ones_like(array.qvalue))
     y = x.astype(jnp.float32) / qwix.dequantize(ones)
+    return _at_random(y, _bits(x, jax.typeof(x).sharding), dtype)
+
+
+def _bits(x: jax.Array, sharding: Any) -> jax.Array:
     seed = jax.lax.bitcast_convert_type(jnp.sum(x, dtype=jnp.float32), jnp.uint32)
     key = jax.random.key(seed, impl="unsafe_rbg")
-    bits = jax.random.bits(key, x.shape, jnp.uint32, out_sharding=jax.typeof(x).sharding)
+    return jax.random.bits(key, x.shape, jnp.uint32, out_sharding=sharding)
+
+
+def _at_random(y: jax.Array, bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """``y`` up or down to a number of ``dtype``."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.floor(y + bits.astype(jnp.float32) * 2.0**-32), -127, 127).astype(dtype)
     info = jnp.finfo(dtype)
     # A step of the type at y, and at least the one of its subnormal numbers.
     exponent = jnp.maximum(jnp.frexp(jnp.abs(y))[1] - 1, info.minexp)
     step = jnp.ldexp(jnp.float32(1), exponent - info.nmant)
-    rounded = jnp.floor(y / step + bits.astype(jnp.float32) * 2.0**-32) * step
-    return jnp.clip(rounded, float(info.min), float(info.max)).astype(dtype)
+    near = jnp.floor(y / step + bits.astype(jnp.float32) * 2.0**-32) * step
+    return jnp.clip(near, float(info.min), float(info.max)).astype(dtype)
 
 
 def _gathered(array: Any, dims: tuple[str, ...]) -> Any:
     """``array`` with its embed dim whole on every device: the all-gather moves bytes."""
-    spec = partition(*("activation" if dim == "embed" else dim for dim in dims))
+    spec = partition(*("activation" if dim in ("embed", "latent") else dim for dim in dims))
 
     def gather(x: jax.Array) -> jax.Array:
         axes = (axis if size > 1 else None for axis, size in zip(spec, x.shape, strict=True))

@@ -5,7 +5,7 @@ Dims in names: B batch, T tokens, D d_model, V vocabulary, L layers. Weights are
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from slicewise.model.layers import mlp, normed, weights_in
 from slicewise.model.linear import linear
 from slicewise.model.moe import Usage, moe
 from slicewise.model.params import Layers, Params, Prediction, init, leaves, padded_vocab, start, weights
-from slicewise.model.quantization import Quantization, marked
+from slicewise.model.quantization import Quantization, all_marked, marked
 from slicewise.model.remat import checkpoint_policy, named
 from slicewise.model.stages import places, through_stages
 from slicewise.parallel.context import ahead
@@ -114,25 +114,31 @@ def states(
     kernel: Kernel = REFERENCE,
     dispatch: Dispatch = Dispatch(),  # noqa: B008  (frozen)
     quantization: Quantization | None = None,
+    ranges: Mapping[str, jax.Array] | None = None,
     grouped: Grouped = Grouped(),  # noqa: B008
     predict: bool = False,
     pipeline: Pipeline | None = None,
 ) -> States:
     """The model in ``dtype`` without its output matrix; with ``predict`` also its prediction layers.
 
-    ``pipeline`` is for a mesh whose pipeline axis has several stages, and goes without a cache.
+    ``pipeline`` is for a mesh whose pipeline axis has several stages, and goes without a cache. ``ranges`` are those of
+    quantization.ranges_of, where ``quantization`` is calibrated, which does not go with a pipeline.
 
     With ``cache`` the tokens are appended to it at slots ``where.positions_BT`` and attend to all that it holds; the
     new cache is returned.
     """
     weight = weights_in(dtype)
+    if pipeline is None:
+        params = all_marked(params, quantization, ranges)
 
     def layer(
         w: Layers, x_BTD: jax.Array, is_global: jax.Array, cached: Cache | None, here: tuple
     ) -> tuple[jax.Array, Cache | None, Usage | None]:
         where, tables = here
+        if pipeline is not None:  # whose stages prepare weights as they are stored
+            w = marked(w, quantization)
         x_BTD = jax.sharding.reshard(x_BTD, residual(x_BTD.shape[1]))
-        w, x_BTD = marked(w, quantization), named(x_BTD, "decoder_layer_input")
+        x_BTD = named(x_BTD, "decoder_layer_input")
         attended_BTD, cached = attention.attend(
             w, spec, x_BTD, where, tables, is_global, cached, weight, kernel
         )

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from slicewise.parallel.rules import PIPELINE, in_stage, partition, unmapped
 
@@ -229,12 +230,31 @@ def _rounds_forward(one: Callable, rounds: jax.Array, rows: _Sorted, args: Any) 
 
 def _rounds_backward(one: Callable, saved: tuple, grad: jax.Array) -> tuple:
     rounds, rows, args = saved
+    leaves, tree = jax.tree.flatten(args)
+    moved = [leaf if _has_gradient(leaf) else None for leaf in leaves]
+
+    def with_leaves(moved: list) -> Any:
+        whole = (given if new is None else new for given, new in zip(leaves, moved, strict=True))
+        return jax.tree.unflatten(tree, whole)
 
     def step(number: jax.Array, sums: Any) -> Any:
-        _, pull = jax.vjp(lambda args: one(number, rows, args), args)
+        _, pull = jax.vjp(lambda moved: one(number, rows, with_leaves(moved)), moved)
         return jax.tree.map(jnp.add, sums, pull(grad)[0])
 
-    return None, None, _loop(rounds, step, jax.tree.map(jnp.zeros_like, args))
+    sums = _loop(rounds, step, jax.tree.map(jnp.zeros_like, moved))
+    still = (_no_gradient(leaf) if new is None else new for leaf, new in zip(leaves, sums, strict=True))
+    return None, None, jax.tree.unflatten(tree, still)
+
+
+def _has_gradient(x: jax.Array) -> bool:
+    """Weights in 8 bits are constants: see model/quantized_experts.py."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+
+
+def _no_gradient(x: jax.Array) -> Any:
+    return (
+        jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, jax.dtypes.float0)
+    )
 
 
 _summed_rounds.defvjp(_rounds_forward, _rounds_backward)

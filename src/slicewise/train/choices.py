@@ -4,8 +4,12 @@ The devices need not be there: a mesh of a compile-only topology settles what re
 """
 
 import math
+import zlib
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from slicewise.catalog import chips, flags
@@ -14,6 +18,7 @@ from slicewise.config import RunConfig
 from slicewise.costs.adapters import Lora
 from slicewise.costs.pipeline import settled
 from slicewise.errors import ExitCode, UserError
+from slicewise.kernels import tuned
 from slicewise.kernels.attention import api as attention
 from slicewise.kernels.grouped_matmul import api as grouped_matmul
 from slicewise.model import lora, params
@@ -33,7 +38,11 @@ def kernels(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> dict[str, Any]:
             config.compiler.scoped_vmem_limit_kib,
             config.parallelism.context_strategy,
         ),
-        "grouped": grouped_matmul.choose(mesh) if spec.experts else grouped_matmul.REFERENCE,
+        "grouped": (
+            grouped_matmul.choose(mesh, config.compiler.scoped_vmem_limit_kib)
+            if spec.experts
+            else grouped_matmul.REFERENCE
+        ),
         "quantization": quantization(config, spec),
         "pipeline": pipeline(config, spec, mesh),
     }
@@ -56,6 +65,11 @@ def pipeline(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> Pipeline | None:
     )
     if degrees[PIPELINE] == 1:
         return None
+    if every := config.model.quantization_calibrate_every:
+        raise UserError(
+            f"quantization_calibrate_every = {every} does not go with a pipeline, whose stages know no ranges; set it"
+            " to 0."
+        )
     if rank := config.lora.lora_rank:
         raise UserError(
             f"lora_rank = {rank} does not go with a pipeline of {degrees[PIPELINE]} stages: adapters leave little to"
@@ -76,9 +90,23 @@ def quantization(config: RunConfig, spec: ModelSpec) -> Quantization | None:
         model.quantization_tile,
         model.quantization_fixed_range,
         model.quantization_stochastic_rounding,
+        calibrated=model.quantization_calibrate_every > 0,
     )
     check(how, params.weights(spec).layers)
     return how
+
+
+def check_same_settings(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> None:
+    """Raises UserError where processes have different tables of tuned settings: each would compile a program of its
+    own. Every process of the job calls it."""
+    if jax.process_count() == 1 or kernels(config, spec, mesh)["kernel"].name == "reference":
+        return
+    mine = np.uint32(zlib.crc32(tuned.digest().encode()))
+    if len(set(multihost_utils.process_allgather(mine).tolist())) > 1:
+        raise UserError(
+            f"hosts have different {tuned.own_path().name} of 'slicewise tune'; copy one to {tuned.own_path()} on all"
+            " of them, or remove it there."
+        )
 
 
 def adapters(config: RunConfig, spec: ModelSpec) -> Lora | None:

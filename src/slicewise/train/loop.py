@@ -63,6 +63,7 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> ExitCode:
             stack.enter_context(jax.set_mesh(mesh))
             run = _Run(fitted, step, slices, report, stack, agreement, ledger)
             try:
+                choices.check_same_settings(fitted.config, step.spec, mesh)
                 code = run.run()
             except JaxRuntimeError as error:
                 raise explained(error, config, has_stepped=agreement.begun > 1) from error
@@ -224,6 +225,8 @@ class _Run:
             self.ledger.begins(number)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 batch = to_global(self.step, self.rows, self._next(loader, meter))
+                if self.step.calibrate is not None and self._calibrates_at(number):
+                    state = dataclasses.replace(state, ranges=self.step.calibrate(state, batch))
                 state, metrics = checks.step(number, update, state, batch)
             due = self._points() if number < config.run.steps else set()
             evaluates = self._evaluates_at(number)
@@ -392,6 +395,9 @@ class _Run:
     def _keeps_best(self) -> bool:
         kept = self.config.checkpoint
         return bool(kept.checkpoint_every and kept.checkpoint_keep_best)
+
+    def _calibrates_at(self, number: int) -> bool:
+        return (number - 1) % self.config.model.quantization_calibrate_every == 0
 
     def _evaluates_at(self, number: int) -> bool:
         """During the run; the evaluation at its end is not counted here."""

@@ -22,6 +22,7 @@ from slicewise.model import transformer
 from slicewise.model.lora import adapted, adapters, freeze
 from slicewise.model.moe import balanced
 from slicewise.model.params import mapped
+from slicewise.model.quantization import HEADROOM, ranges_of
 from slicewise.parallel import context, rules
 from slicewise.parallel.expert import Dispatch
 from slicewise.train import accumulate, anomalies, choices
@@ -40,6 +41,8 @@ class TrainState:
     step: Any  # int32 scalar: optimiser steps taken
     params: Any  # what is trained: transformer.Params, with LoRA the adapters by the name of their matrix
     opt_state: Any
+    # What 8 bits hold of each matrix and its activations, by name, since the last calibration; None without
+    ranges: Any = None
     frozen: Any = None  # with LoRA, the Params below the adapters
 
 
@@ -63,12 +66,14 @@ class TrainStep:
     compiler_options: dict[str, Any]  # of update and evaluate: the resolved compiler flags
     # (params, batch) -> how many attention logits exceed use_max_logits_estimate, where there is one
     logits_above: jax.stages.Wrapped | None
+    # (state, batch) -> ranges of 8-bit products, from the largest values of this batch; where they are calibrated
+    calibrate: jax.stages.Wrapped | None
     layout: transformer.Params  # the Weights of the whole model
     lora: Lora | None
 
     def weights(self, state: TrainState) -> transformer.Params:
         """What a forward pass takes: the trained parameters, or the frozen ones with their adapters."""
-        return state.params if self.lora is None else adapted(state.frozen, state.params, self.lora)
+        return _whole(state.params, state.frozen, self.lora)
 
 
 def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
@@ -93,7 +98,8 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     tx, learning_rate = optimizer(config, trained), schedule(config)
 
     def begin(params: Any) -> TrainState:
-        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+        ranges = ranges_of(layout, eight_bit) if eight_bit and eight_bit.calibrated else None
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), ranges)
 
     def init() -> TrainState:
         return begin(transformer.start(trained, jax.random.key(config.run.seed)))
@@ -105,14 +111,17 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         "dispatch": Dispatch(model.moe_dispatch, model.capacity_factor),
         **choices.kernels(config, spec, mesh),
     }
+    eight_bit = how["quantization"]
     weights = Weights(model.z_loss_weight, model.prediction_loss_weight, model.load_balance_loss_weight)
 
     def update(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
         whole = counts(batch)
 
         def part_of_mean(params: Any, part: dict) -> tuple[jax.Array, Terms]:
-            model = params if lora is None else adapted(state.frozen, params, lora)
-            return objective(model, spec, part, whole, weights, is_frozen=lora is not None, **how)
+            model = _whole(params, state.frozen, lora)
+            return objective(
+                model, spec, part, whole, weights, ranges=state.ranges, is_frozen=lora is not None, **how
+            )
 
         differentiate = jax.value_and_grad(part_of_mean, has_aux=True)
         (_, terms), grads = accumulated(differentiate, state.params, batch, steps)
@@ -127,7 +136,29 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         if config.faults.on_bad_step == "skip":
             before = (state.params, state.opt_state)
             params, opt_state = anomalies.unless_bad(metrics, (params, opt_state), before)
-        return TrainState(state.step + 1, params, opt_state, state.frozen), metrics
+        state = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
+        return state, metrics
+
+    def calibrate(state: TrainState, batch: dict) -> dict[str, jax.Array]:
+        """The mean over microbatches of their largest values, with headroom.
+
+        One that is no number is left out where there was one before: on_bad_step may leave out this step's update.
+        """
+        watched = how | {"quantization": dataclasses.replace(eight_bit, calibrates=True)}
+        model = _whole(state.params, state.frozen, lora)
+
+        def probed(ranges: dict[str, jax.Array], part: dict) -> tuple[jax.Array, None]:
+            here = counts(part)
+            found = objective(
+                model, spec, part, here, weights, ranges=ranges, is_frozen=lora is not None, **watched
+            )
+            return found[0], None
+
+        seen = accumulated(jax.value_and_grad(probed, has_aux=True), state.ranges, batch, steps)[1]
+        factor = HEADROOM[eight_bit.name] / steps
+        return jax.tree.map(
+            lambda new, old: jnp.where(jnp.isfinite(new) | (old == 0), new * factor, old), seen, state.ranges
+        )
 
     def evaluate(params: transformer.Params, batch: dict) -> tuple[jax.Array, jax.Array]:
         summed = objective(params, spec, batch, Counts(1, 1), Weights(), **how)[1].loss
@@ -170,9 +201,14 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         evaluate=jax.jit(evaluate, compiler_options=options | on_cpu),
         compiler_options=options,
         logits_above=jax.jit(logits_above, compiler_options=options) if estimated else None,
+        calibrate=jax.jit(calibrate, compiler_options=options | on_cpu) if abstract_state.ranges else None,
         layout=layout,
         lora=lora,
     )
+
+
+def _whole(params: Any, frozen: Any, lora: Lora | None) -> transformer.Params:
+    return params if lora is None else adapted(frozen, params, lora)
 
 
 def _frozen(spec: ModelSpec, lora: Lora) -> transformer.Params:

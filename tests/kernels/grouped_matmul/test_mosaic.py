@@ -10,13 +10,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from slicewise.errors import UserError
-from slicewise.kernels.grouped_matmul import mosaic
+from slicewise.kernels.grouped_matmul import tiles
 from slicewise.kernels.grouped_matmul.api import REFERENCE, Kernel, choose, grouped_matmul
 
 
 def test_equals_the_reference_with_gradients(monkeypatch):
     sizes = [20, 0, 17]  # an empty group, a border within a tile, rows of no group
-    monkeypatch.setattr(mosaic, "TILE", (16, 128, 128))
+    monkeypatch.setattr(tiles, "RULE", (16, 128, 128))
     monkeypatch.setattr(
         jax._src.tpu_info, "get_device_kind", lambda: "TPU v5 lite"
     )  # whose layouts it asks for
@@ -51,12 +51,12 @@ def test_equals_the_reference_with_gradients(monkeypatch):
 
 
 def on(platform):
-    return SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
+    return SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform, device_kind="TPU v6 lite")]))
 
 
 def test_follows_the_devices_of_the_mesh(monkeypatch):
     assert choose(on("cpu")) == REFERENCE
-    assert choose(on("tpu")) == Kernel("mosaic")
+    assert choose(on("tpu"), 65536) == Kernel("mosaic", chip="v6e", vmem_limit_kib=65536)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'slicewise\[tpu\]'"):
         choose(on("tpu"))

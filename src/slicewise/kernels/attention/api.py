@@ -41,7 +41,7 @@ class Kernel:
     """How attention is computed: settled before tracing, by the devices of the mesh."""
 
     name: Literal["reference", "splash", "xla_chunked"] = "reference"
-    chip: str = ""  # of the catalog; decides the tile sizes of splash
+    chip: str = ""  # of the catalog, or the platform; decides sizes of tiles and blocks
     vmem_limit_kib: int = 0  # that the program is compiled with; 0 = the compiler's
     max_logit: float | None = None  # splash subtracts it instead of the running maximum
     interpret: bool = False  # splash on a CPU, slowly: for tests
@@ -77,7 +77,8 @@ def choose(
     if name == "xla_chunked" or (ways > 1 and strategy == "ring" and name == "reference"):
         chunked.check(sequence_length)
     if name != "splash":
-        return Kernel(name, max_logit=max_logit or None, strategy=strategy)
+        chip = chip_of(device) if name == "xla_chunked" else ""
+        return Kernel(name, chip, max_logit=max_logit or None, strategy=strategy)
     if not on_tpu:
         raise UserError(
             f"attention = 'splash' needs TPU devices, found {device.device_kind}; use 'reference'."
@@ -92,8 +93,13 @@ def choose(
         )
     if importlib.util.find_spec("tokamax") is None:
         raise UserError("splash attention needs tokamax; pip install 'slicewise[tpu]'.")
+    return Kernel("splash", chip_of(device), vmem_limit_kib, max_logit or None, strategy=strategy)
+
+
+def chip_of(device: Any) -> str:
+    """The catalog's name of a device's chip, or its platform."""
     chip = chips.of_device_kind(device.device_kind)
-    return Kernel("splash", chip.name if chip else "", vmem_limit_kib, max_logit or None, strategy=strategy)
+    return chip.name if chip else device.platform
 
 
 def attention(
@@ -150,10 +156,16 @@ def _attention(
             return attend(window)
         return jax.lax.cond(is_global, lambda: attend(None), lambda: attend(window))
     furthest = _furthest(window, is_global)
-    if is_divided:
-        return divided.attention(operands, where, furthest, scale, softcap, kernel, CONTEXT)
+    block = chunked.BLOCK
     if kernel.name == "xla_chunked":
-        return _chunked(operands, queries, keys, furthest, scale, softcap)
+        q, _, v, _ = operands
+        block = chunked.chosen(
+            chunked.key(kernel.chip, q.shape[1], q.shape[3], v.shape[3], window, str(q.dtype))
+        )
+    if is_divided:
+        return divided.attention(operands, where, furthest, scale, softcap, kernel, CONTEXT, block)
+    if kernel.name == "xla_chunked":
+        return _chunked(operands, queries, keys, furthest, scale, softcap, block)
     mask_BTS = visible(queries, keys, None if window is None else furthest)
     q_BTNH, k_BSKH, v_BSKV, sinks_N = operands
     by_kv_head = partition("batch", "slots", "kv_heads", "head_dim")
@@ -248,7 +260,13 @@ def _splash(
 
 
 def _chunked(
-    operands: tuple, queries: Tokens, keys: Tokens, window: jax.Array, scale: float, softcap: float | None
+    operands: tuple,
+    queries: Tokens,
+    keys: Tokens,
+    window: jax.Array,
+    scale: float,
+    softcap: float | None,
+    block: int,
 ) -> jax.Array:
     def on_device(
         q: jax.Array,
@@ -259,7 +277,7 @@ def _chunked(
         columns: Any,
         window: Any,
     ) -> jax.Array:
-        return chunks(q * scale, k, v, sinks, rows, columns, window, softcap, CONTEXT)
+        return chunks(q * scale, k, v, sinks, rows, columns, window, softcap, CONTEXT, block)
 
     places = tuple((w.positions_BT, w.segments_BT) for w in (queries, keys))
     row = partition("batch", "sequence")

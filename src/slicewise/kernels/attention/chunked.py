@@ -13,14 +13,17 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from slicewise.errors import UserError
+from slicewise.kernels import tuned
+from slicewise.kernels.tuned import Key
 
 MASKED = -1e30
+KERNEL = "xla_chunked"
 BLOCK = 512  # tokens; a block of logits is then 1 MiB a head
 
 Where = tuple[jax.Array, jax.Array]  # positions and segments, each [B, T]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+@partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
 def attention(
     q_BTKGH: jax.Array,
     k_BSKH: jax.Array,
@@ -31,9 +34,13 @@ def attention(
     window: jax.Array,
     softcap: float | None,
     residual_name: str,
+    most: int = BLOCK,
 ) -> jax.Array:
-    """Softmax over the visible keys and the sinks (-inf = none); ``q`` is scaled already. Returns [B, T, K, G, V]."""
-    return _forward(q_BTKGH, k_BSKH, v_BSKV, sinks_KG, queries, keys, window, softcap, residual_name)[0]
+    """Softmax over the visible keys and the sinks (-inf = none); ``q`` is scaled already. Returns [B, T, K, G, V].
+
+    Blocks are of up to ``most`` tokens.
+    """
+    return _forward(q_BTKGH, k_BSKH, v_BSKV, sinks_KG, queries, keys, window, softcap, residual_name, most)[0]
 
 
 def _forward(
@@ -46,9 +53,10 @@ def _forward(
     window: jax.Array,
     softcap: float | None,
     residual_name: str,
+    most: int,
 ) -> tuple[jax.Array, tuple]:
     operands = (q_BTKGH, k_BSKH, v_BSKV, sinks_KG, queries, keys, window)
-    found = forward(*operands, softcap, v_BSKV.dtype)
+    found = forward(*operands, softcap, v_BSKV.dtype, most)
     context_BTKGV, normaliser_BTKG = (checkpoint_name(x, residual_name) for x in found)
     return context_BTKGV, (*operands, context_BTKGV, normaliser_BTKG)
 
@@ -63,11 +71,13 @@ def forward(
     window: jax.Array,
     softcap: float | None,
     dtype: jnp.dtype,
+    most: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array]:
     """The context [B, T, K, G, V] in ``dtype``, and the logarithm of what the softmax divides by, [B, T, K, G]."""
-    columns = (_blocks(k_BSKH), _blocks(v_BSKV), *map(_blocks, keys))
+    blocks = partial(_blocks, most=most)
+    columns = (blocks(k_BSKH), blocks(v_BSKV), *map(blocks, keys))
     B, T, K, G, _ = q_BTKGH.shape
-    sinks_BKGt = jnp.broadcast_to(sinks_KG[None, :, :, None].astype(jnp.float32), (B, K, G, _block(T)))
+    sinks_BKGt = jnp.broadcast_to(sinks_KG[None, :, :, None].astype(jnp.float32), (B, K, G, _block(T, most)))
 
     def rows(block: tuple) -> tuple[jax.Array, jax.Array]:
         q, *where = block
@@ -90,15 +100,18 @@ def forward(
         context = (acc / total[..., None]).astype(dtype)
         return context.transpose(0, 3, 1, 2, 4), (top + jnp.log(total)).transpose(0, 3, 1, 2)
 
-    context, normaliser = jax.lax.map(rows, (_blocks(q_BTKGH), *map(_blocks, queries)))
+    context, normaliser = jax.lax.map(rows, (blocks(q_BTKGH), *map(blocks, queries)))
     return _joined(context), _joined(normaliser)
 
 
-def _backward(softcap: float | None, residual_name: str, saved: tuple, grad_BTKGV: jax.Array) -> tuple:
+def _backward(
+    softcap: float | None, residual_name: str, most: int, saved: tuple, grad_BTKGV: jax.Array
+) -> tuple:
     q_BTKGH, k_BSKH, v_BSKV, sinks_KG, queries, keys, window, context_BTKGV, normaliser_BTKG = saved
     delta_BTKG = (context_BTKGV.astype(jnp.float32) * grad_BTKGV.astype(jnp.float32)).sum(-1)
     operands = (q_BTKGH, k_BSKH, v_BSKV)
-    found = backward(*operands, grad_BTKGV, normaliser_BTKG, delta_BTKG, queries, keys, window, softcap)
+    given = (*operands, grad_BTKGV, normaliser_BTKG, delta_BTKG, queries, keys, window)
+    found = backward(*given, softcap, most)
     share_BTKG = jnp.exp(sinks_KG.astype(jnp.float32) - normaliser_BTKG)
     dsinks_KG = -(share_BTKG * delta_BTKG).sum((0, 1))
     return (
@@ -121,11 +134,13 @@ def backward(
     keys: Where,
     window: jax.Array,
     softcap: float | None,
+    most: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What these keys give to the gradients of q, k and v, float32. The normaliser and ``delta``, the sum over V of the
     context times its gradient, are those of all keys."""
     f32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    rows = tuple(map(_blocks, (q_BTKGH, grad_BTKGV, normaliser_BTKG, delta_BTKG, *queries)))
+    blocks = partial(_blocks, most=most)
+    rows = tuple(map(blocks, (q_BTKGH, grad_BTKGV, normaliser_BTKG, delta_BTKG, *queries)))
 
     def column(dq_iBtKGH: jax.Array, block: tuple) -> tuple[jax.Array, tuple]:
         k, v, *seen = block
@@ -144,8 +159,8 @@ def backward(
         grads, dq = jax.lax.scan(row, (_zeros_of(k), _zeros_of(v)), rows)
         return dq_iBtKGH + dq, grads
 
-    columns = (_blocks(k_BSKH), _blocks(v_BSKV), *map(_blocks, keys))
-    dq, (dk, dv) = jax.lax.scan(column, _zeros_of(_blocks(q_BTKGH)), columns)
+    columns = (blocks(k_BSKH), blocks(v_BSKV), *map(blocks, keys))
+    dq, (dk, dv) = jax.lax.scan(column, _zeros_of(blocks(q_BTKGH)), columns)
     return _joined(dq), _joined(dk), _joined(dv)
 
 
@@ -190,6 +205,25 @@ def _logits(
     return jnp.where(visible[:, None, None], logits, MASKED), slope
 
 
+def key(platform: str, sequence_length: int, qk_dim: int, v_dim: int, window: int | None, dtype: str) -> Key:
+    """What a tuned block is for."""
+    shape = {"tokens": sequence_length, "qk": qk_dim, "v": v_dim, "window": window or 0}
+    return Key(kernel=KERNEL, chip=platform, shape=shape, dtype=dtype)
+
+
+def chosen(k: Key) -> int:
+    """Tokens of a block: tuned, or by the rule."""
+    values = tuned.find(k)
+    return values["block"] if values else BLOCK
+
+
+def candidates(k: Key) -> list[int]:
+    """Blocks to try for ``k``, that of the rule first."""
+    length = k.shape["tokens"]
+    found = [_block(length)] + [_block(length, most) for most in (128, 256, 1024, 2048)]
+    return list(dict.fromkeys(found))
+
+
 def check(sequence_length: int) -> None:
     """Raises UserError for a length that only falls into tiny blocks."""
     if _block(sequence_length) < min(64, sequence_length):
@@ -204,15 +238,16 @@ def _zeros_of(x: jax.Array) -> jax.Array:
     return jnp.zeros(x.shape, jnp.float32)
 
 
-def _block(tokens: int) -> int:
-    """The largest divisor of ``tokens`` up to BLOCK."""
-    return max(size for size in range(1, min(BLOCK, tokens) + 1) if tokens % size == 0)
+def _block(tokens: int, most: int = BLOCK) -> int:
+    """The largest divisor of ``tokens`` up to ``most``."""
+    return max(size for size in range(1, min(most, tokens) + 1) if tokens % size == 0)
 
 
-def _blocks(x: jax.Array) -> jax.Array:
+def _blocks(x: jax.Array, most: int = BLOCK) -> jax.Array:
     """[B, T, ...] as [blocks, B, t, ...]."""
     B, T, *rest = x.shape
-    return x.reshape(B, T // _block(T), _block(T), *rest).swapaxes(0, 1)
+    t = _block(T, most)
+    return x.reshape(B, T // t, t, *rest).swapaxes(0, 1)
 
 
 def _joined(x: jax.Array) -> jax.Array:

@@ -36,8 +36,12 @@ def chunks(
     window: jax.Array,
     softcap: float | None,
     residual_name: str,
+    block: int,
 ) -> jax.Array:
-    """xla_chunked with one dim for all heads; ``q`` is scaled already. Returns [B, T, N, V]."""
+    """xla_chunked with one dim for all heads, in blocks of up to ``block`` tokens; ``q`` is scaled already.
+
+    Returns [B, T, N, V].
+    """
     context_BTKGV = chunked.attention(
         grouped(q_BTNH, k_BSKH.shape[2]),
         k_BSKH,
@@ -48,6 +52,7 @@ def chunks(
         window,
         softcap,
         residual_name,
+        block,
     )
     return context_BTKGV.reshape(*q_BTNH.shape[:3], v_BSKV.shape[3])
 

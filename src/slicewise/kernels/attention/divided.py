@@ -11,7 +11,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from slicewise.kernels.attention import reference, ring
+from slicewise.kernels.attention import chunked, reference, ring
 from slicewise.kernels.attention.device import by_device, chunks
 from slicewise.parallel import context
 from slicewise.parallel.rules import partition
@@ -28,6 +28,7 @@ class How:
     window: Any  # tokens; splash needs a number that is known when it is traced, or None
     softcap: float | None
     residual_name: str
+    block: int  # tokens of a block of xla_chunked, at most
 
 
 def attention(
@@ -38,8 +39,12 @@ def attention(
     softcap: float | None,
     kernel: "Kernel",
     residual_name: str,
+    block: int = chunked.BLOCK,
 ) -> jax.Array:
-    """As api.attention, of rows with these positions and segments: the context [B, T, N, V]."""
+    """As api.attention, of rows with these positions and segments: the context [B, T, N, V].
+
+    ``block`` is that of xla_chunked, and of a ring without splash.
+    """
     is_splash = kernel.name == "splash"
     strategy = {"all_gather": _all_gather, "ring": ring.attention, "ulysses": _ulysses}[kernel.strategy]
     row = partition("batch", "sequence")
@@ -54,7 +59,7 @@ def attention(
         others, specs = [*others, schedule], [*specs, spec]
 
     def on_device(q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, where: Any, *more: Any) -> jax.Array:
-        how = How(kernel, window if is_splash else more[0], softcap, residual_name)
+        how = How(kernel, window if is_splash else more[0], softcap, residual_name, block)
         schedule = more[0] if is_splash and more else None
         return strategy(q * scale, k, v, sinks, where, how, schedule)
 
@@ -106,7 +111,7 @@ def _plain(
     q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, rows: Any, columns: Any, how: How
 ) -> jax.Array:
     if how.kernel.name == "xla_chunked":
-        return chunks(q, k, v, sinks, rows, columns, how.window, how.softcap, how.residual_name)
+        return chunks(q, k, v, sinks, rows, columns, how.window, how.softcap, how.residual_name, how.block)
     mask = reference.visible(rows, columns, how.window)
     found = reference.attention(q, k, v, mask, scale=1.0, softcap=how.softcap, sinks_N=sinks)
     return checkpoint_name(found, how.residual_name)

@@ -54,7 +54,9 @@ def attention(
         sinks = jnp.full(q.shape[1], -jnp.inf) if sinks is None else sinks
         return _ring(part, how.residual_name, q, k, v, sinks[:, None], rows, None).swapaxes(1, 2)
     part = Part(
-        partial(_chunked_forward, softcap=how.softcap), partial(_chunked_backward, softcap=how.softcap), 1
+        partial(_chunked_forward, softcap=how.softcap, most=how.block),
+        partial(_chunked_backward, softcap=how.softcap, most=how.block),
+        1,
     )
     sinks_KG = grouped_sinks(sinks, q.shape[2], k.shape[2])
     found = _ring(part, how.residual_name, grouped(q, k.shape[2]), k, v, sinks_KG, rows, how.window)
@@ -62,10 +64,19 @@ def attention(
 
 
 def _chunked_forward(
-    q: Any, k: Any, v: Any, rows: Any, columns: Any, window: Any, distance: Any, *, softcap: float | None
+    q: Any,
+    k: Any,
+    v: Any,
+    rows: Any,
+    columns: Any,
+    window: Any,
+    distance: Any,
+    *,
+    softcap: float | None,
+    most: int,
 ) -> tuple:
     none = jnp.full(q.shape[2:4], -jnp.inf)
-    return chunked.forward(q, k, v, none, rows, columns, window, softcap, jnp.dtype(jnp.float32))
+    return chunked.forward(q, k, v, none, rows, columns, window, softcap, jnp.dtype(jnp.float32), most)
 
 
 def _chunked_backward(
@@ -81,8 +92,9 @@ def _chunked_backward(
     distance: Any,
     *,
     softcap: float | None,
+    most: int,
 ) -> tuple:
-    return chunked.backward(q, k, v, grad, normaliser, delta, rows, columns, window, softcap)
+    return chunked.backward(q, k, v, grad, normaliser, delta, rows, columns, window, softcap, most)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

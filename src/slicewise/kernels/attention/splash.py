@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from slicewise.kernels.attention import tiles
 from slicewise.kernels.attention.ring import Part
+from slicewise.kernels.attention.tiles import Tiles
 from slicewise.parallel import context
 
 if TYPE_CHECKING:
@@ -35,9 +36,16 @@ def attention(
     ``q`` is scaled already. The context and the log-sum-exp, all that the backward kernel needs besides q, k and v,
     carry ``residual_name``. Returns the context [B, T, N, V].
     """
-    head_dim = max(q_BTNH.shape[3], v_BTKV.shape[3])
-    attend = _made(np.arange(q_BTNH.shape[1]), 1, window, head_dim, softcap, kernel, residual_name)
+    tokens = q_BTNH.shape[1]
+    tile = _tiles(tokens, q_BTNH, v_BTKV, window, kernel)
+    attend = make(np.arange(tokens), 1, window, tile, softcap, kernel, residual_name)
     return over_rows(attend, q_BTNH, k_BTKH, v_BTKV, sinks_N, segments_BT, segments_BT)
+
+
+def _tiles(tokens: int, q_BTNH: jax.Array, v_BTKV: jax.Array, window: int | None, kernel: "Kernel") -> Tiles:
+    """Those for whole rows of ``tokens``, also where a device holds a part of them."""
+    qk, v, dtype = q_BTNH.shape[3], v_BTKV.shape[3], str(q_BTNH.dtype)
+    return tiles.chosen(tiles.key(kernel.chip, tokens, qk, v, window, kernel.vmem_limit_kib, dtype))
 
 
 def over_rows(
@@ -49,15 +57,25 @@ def over_rows(
     segments_BT: jax.Array,
     segments_BS: jax.Array,
 ) -> jax.Array:
-    """``attend``, a kernel of tokamax's, on each row. Returns the context [B, T, N, V]."""
+    """``attend``, a kernel of make, on each row. Returns the context [B, T, N, V]."""
+    q_BNTH, k_BKSH, v_BKSV = (x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKV))
+    by_row = jax.vmap(functools.partial(over_row, attend), in_axes=(0, 0, 0, None, 0, 0))
+    return by_row(q_BNTH, k_BKSH, v_BKSV, sinks_N, segments_BT, segments_BS).swapaxes(1, 2)
+
+
+def over_row(
+    attend: Any,
+    q_NTH: jax.Array,
+    k_KSH: jax.Array,
+    v_KSV: jax.Array,
+    sinks_N: jax.Array | None,
+    segments_T: jax.Array,
+    segments_S: jax.Array,
+) -> jax.Array:
+    """``attend`` on one row: the context [N, T, V]."""
     from tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
-    def row(q_NTH: Any, k_KSH: Any, v_KSV: Any, sinks_N: Any, segments_T: Any, segments_S: Any) -> jax.Array:
-        return attend(q_NTH, k_KSH, v_KSV, SegmentIds(segments_T, segments_S), sinks_N)
-
-    q_BNTH, k_BKSH, v_BKSV = (x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKV))
-    by_row = jax.vmap(row, in_axes=(0, 0, 0, None, 0, 0))
-    return by_row(q_BNTH, k_BKSH, v_BKSV, sinks_N, segments_BT, segments_BS).swapaxes(1, 2)
+    return attend(q_NTH, k_KSH, v_KSV, SegmentIds(segments_T, segments_S), sinks_N)
 
 
 def divided_schedule(
@@ -66,22 +84,25 @@ def divided_schedule(
     """(the kernel of rows that the context axis divides, how shard_map is to divide it): queries as each device has
     them, keys in order. ``operands`` as those of divided.attention."""
     q_BTNH, _, v_BTKV, _ = operands
-    ways = context.ways()
-    order_T = context.order(q_BTNH.shape[1], ways, kernel.strategy)
+    ways, tokens = context.ways(), q_BTNH.shape[1]
+    order_T = context.order(tokens, ways, kernel.strategy)
     assert order_T is not None
-    head_dim = max(q_BTNH.shape[3], v_BTKV.shape[3])
-    attend = _made(order_T, ways, window, head_dim, softcap, kernel, residual_name)
+    here = tokens // ways
+    if here % 256 == 0:
+        here //= 2  # no tile of queries reaches over both chunks
+    tile = tiles.fitted(_tiles(tokens, q_BTNH, v_BTKV, window, kernel), here, tokens)
+    attend = make(order_T, ways, window, tile, softcap, kernel, residual_name)
     # Each array is that of one device behind that of the other. Its own method takes the backward pass for scheduled
     # as the forward one, and fails.
     specs = jax.tree.map(lambda schedule: PartitionSpec(context.AXIS), attend)
     return jax.tree.map(jax.sharding.reshard, attend, specs), specs
 
 
-def _made(
+def make(
     order_T: np.ndarray,
     ways: int,
     window: int | None,
-    head_dim: int,
+    tile: Tiles,
     softcap: float | None,
     kernel: "Kernel",
     residual_name: str,
@@ -92,30 +113,21 @@ def _made(
     """
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash
 
-    tokens = len(order_T)
-    here = tokens // ways
-    if ways > 1 and here % 256 == 0:
-        here //= 2  # no tile of queries reaches over both chunks
-    config = _config(here, tokens, head_dim, softcap, kernel, residual_name)
+    config = _config(tile, softcap, kernel, residual_name)
     return splash.make_splash_mha(_mask(order_T, window), config=config, q_seq_shards=ways)
 
 
-def _config(
-    queries: int, keys: int, head_dim: int, softcap: float | None, kernel: "Kernel", residual_name: str | None
-) -> Any:
-    """Tiles that divide ``queries`` and ``keys``, both multiples of 128, and what else is settled before tracing."""
+def _config(tile: Tiles, softcap: float | None, kernel: "Kernel", residual_name: str | None) -> Any:
+    """What is settled before tracing."""
     from tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_kernel import SplashConfig
 
-    of_q, of_kv = (
-        tiles.tiles(kernel.chip, length, head_dim, kernel.vmem_limit_kib) for length in (queries, keys)
-    )
     return SplashConfig(
-        block_q=of_q.q,
-        block_kv=of_kv.kv,
-        block_kv_compute=of_kv.kv_compute,
-        block_q_dkv=of_q.q_backward,
-        block_kv_dkv=of_kv.kv_backward,
-        block_kv_dkv_compute=of_kv.kv_compute_backward,
+        block_q=tile.q,
+        block_kv=tile.kv,
+        block_kv_compute=tile.kv_compute,
+        block_q_dkv=tile.q_backward,
+        block_kv_dkv=tile.kv_backward,
+        block_kv_dkv_compute=tile.kv_compute_backward,
         residual_checkpoint_name=residual_name,
         attn_logits_soft_cap=softcap,
         max_logit_const=kernel.max_logit,
@@ -153,8 +165,10 @@ def _mask(order_T: np.ndarray, window: int | None) -> Any:
 
 def ring_part(q_BTNH: jax.Array, v_BTKV: jax.Array, how: "How") -> Part:
     """Chunks of a ring by the kernel; q, k and v are [B, heads, L, head dim], L a multiple of 128."""
-    chunk, head_dim = q_BTNH.shape[1] // 2, max(q_BTNH.shape[3], v_BTKV.shape[3])
-    config = _config(chunk, chunk, head_dim, how.softcap, how.kernel, None)
+    here = q_BTNH.shape[1]
+    chunk, tokens = here // 2, here * jax.lax.axis_size(context.AXIS)
+    tile = tiles.fitted(_tiles(tokens, q_BTNH, v_BTKV, how.window, how.kernel), chunk, chunk)
+    config = _config(tile, how.softcap, how.kernel, None)
     settings = _Ring(config, how.window, _mask(np.arange(chunk), how.window))
     return Part(functools.partial(_ring_forward, settings), functools.partial(_ring_backward, settings), 2)
 

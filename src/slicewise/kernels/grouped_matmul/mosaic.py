@@ -4,75 +4,107 @@ Dims in names as in api: M rows, G groups, E in, F out.
 """
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-# Rows, summed and other columns of a tile: operands twice, the sum in float32 and the result take 12 MiB of VMEM, the
-# least that a compiler gives a kernel being 16 MiB.
-TILE = (512, 1024, 1024)
-LANES = 128
-SUBLANES = 16  # rows of a register of bfloat16
+from slicewise.kernels.grouped_matmul import tiles
+
+if TYPE_CHECKING:
+    from slicewise.kernels.grouped_matmul.api import Kernel
 
 
 def grouped_matmul(
-    x_ME: jax.Array, w_GEF: jax.Array, group_sizes_G: jax.Array, interpret: bool = False
+    x_ME: jax.Array, w_GEF: jax.Array, group_sizes_G: jax.Array, kernel: "Kernel"
 ) -> jax.Array:
     """As the function of the same name in api, on one device; rows past the groups are garbage, and their gradients."""
-    M = len(x_ME)
-    rows = min(TILE[0], M + -M % SUBLANES)
-    padded_ME = jnp.pad(x_ME, ((0, -M % rows), (0, 0)))
-    return _grouped_matmul(padded_ME, w_GEF, group_sizes_G, interpret)[:M]
+    return _grouped_matmul(padded(x_ME), w_GEF, group_sizes_G, kernel)[: len(x_ME)]
+
+
+def padded(x_ME: jax.Array) -> jax.Array:
+    """``x`` with rows of zeros at its end, as many as its tiles need."""
+    return jnp.pad(x_ME, ((0, tiles.padded(len(x_ME)) - len(x_ME)), (0, 0)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped_matmul(
-    x_ME: jax.Array, w_GEF: jax.Array, group_sizes_G: jax.Array, interpret: bool
+    x_ME: jax.Array, w_GEF: jax.Array, group_sizes_G: jax.Array, kernel: "Kernel"
 ) -> jax.Array:
-    return _product(x_ME, w_GEF, group_sizes_G, interpret, transposed=False)
+    return product(x_ME, w_GEF, group_sizes_G, kernel, x_ME.dtype)
 
 
-def _forward(x_ME: jax.Array, w_GEF: jax.Array, group_sizes_G: jax.Array, interpret: bool) -> tuple:
-    return _grouped_matmul(x_ME, w_GEF, group_sizes_G, interpret), (x_ME, w_GEF, group_sizes_G)
+def _forward(x_ME: jax.Array, w_GEF: jax.Array, group_sizes_G: jax.Array, kernel: "Kernel") -> tuple:
+    return _grouped_matmul(x_ME, w_GEF, group_sizes_G, kernel), (x_ME, w_GEF, group_sizes_G)
 
 
-def _backward(interpret: bool, saved: tuple, grad_MF: jax.Array) -> tuple:
-    from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu_kernel as kernel
-
+def _backward(kernel: "Kernel", saved: tuple, grad_MF: jax.Array) -> tuple:
     x_ME, w_GEF, group_sizes_G = saved
-    dw_GEF = kernel.tgmm(
-        x_ME.T,
-        grad_MF,
-        group_sizes_G,
-        _precision(x_ME),
-        w_GEF.dtype,
-        tiling=_tile(len(x_ME), x_ME.shape[1], grad_MF.shape[1]),
-        interpret=_how(interpret),
-        manual_axis_type=jax.typeof(grad_MF).mat,
+    return (
+        product(grad_MF, w_GEF, group_sizes_G, kernel, x_ME.dtype, transposed=True),
+        weight_gradient(x_ME, grad_MF, group_sizes_G, kernel, w_GEF.dtype),
+        None,
     )
-    return _product(grad_MF, w_GEF, group_sizes_G, interpret, transposed=True), dw_GEF, None
 
 
 _grouped_matmul.defvjp(_forward, _backward)
 
 
-def _product(
-    x: jax.Array, w: jax.Array, group_sizes_G: jax.Array, interpret: bool, *, transposed: bool
+def product(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes_G: jax.Array,
+    kernel: "Kernel",
+    dtype: Any,
+    *,
+    transposed: bool = False,
+    tile: tiles.Tile | None = None,
 ) -> jax.Array:
-    from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu_kernel as kernel
+    """Rows times the matrix of their group, or with ``transposed`` times its transpose; rows fill whole tiles."""
+    from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu_kernel as tpu_kernel
 
-    return kernel.gmm(
+    columns = w.shape[1 if transposed else 2]
+    return tpu_kernel.gmm(
         x,
         w,
         group_sizes_G,
         _precision(x),
-        x.dtype,
-        tiling=_tile(len(x), x.shape[1], w.shape[1 if transposed else 2]),
+        dtype,
+        tiling=tile or _tile("gmm_t" if transposed else "gmm", x, columns, len(w), kernel),
         transpose_rhs=transposed,
-        interpret=_how(interpret),
+        interpret=_how(kernel.interpret),
         manual_axis_type=jax.typeof(x).mat,
     )
+
+
+def weight_gradient(
+    x_ME: jax.Array,
+    grad_MF: jax.Array,
+    group_sizes_G: jax.Array,
+    kernel: "Kernel",
+    dtype: Any,
+    *,
+    tile: tiles.Tile | None = None,
+) -> jax.Array:
+    """The products of each group's rows, transposed, and their gradients: [G, E, F]; rows fill whole tiles."""
+    from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu_kernel as tpu_kernel
+
+    return tpu_kernel.tgmm(
+        x_ME.T,
+        grad_MF,
+        group_sizes_G,
+        _precision(x_ME),
+        dtype,
+        tiling=tile or _tile("tgmm", x_ME, grad_MF.shape[1], len(group_sizes_G), kernel),
+        interpret=_how(kernel.interpret),
+        manual_axis_type=jax.typeof(grad_MF).mat,
+    )
+
+
+def _tile(name: tiles.Product, x: jax.Array, columns: int, groups: int, kernel: "Kernel") -> tiles.Tile:
+    rows, summed = x.shape
+    key = tiles.key(name, kernel.chip, rows, summed, columns, groups, str(x.dtype), kernel.vmem_limit_kib)
+    return tiles.chosen(key, rows)
 
 
 def _how(interpret: bool) -> Any:
@@ -84,14 +116,3 @@ def _how(interpret: bool) -> Any:
 
 def _precision(x: jax.Array) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-
-
-def _tile(rows: int, summed: int, columns: int) -> tuple[int, int, int]:
-    """Rows are padded to tiles."""
-    return min(rows, TILE[0]), _part(summed, TILE[1]), _part(columns, TILE[2])
-
-
-def _part(size: int, most: int) -> int:
-    """A divisor in whole registers of at least half of ``most``, or else ``most``: the last tile may stand over."""
-    fitting = [part for part in range(LANES, min(size, most) + 1, LANES) if size % part == 0]
-    return fitting[-1] if fitting and fitting[-1] >= min(size, most // 2) else min(size, most)

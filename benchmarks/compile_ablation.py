@@ -1,0 +1,266 @@
+"""Options on and off by the TPU compiler: step time, memory and hidden communication of real steps, chip by chip.
+
+    python benchmarks/compile_ablation.py [--only TEXT] [--compile] [--most N] [--again]
+
+Prints a table for each step (model, chip, slice): one line for the step with no group of compiler flags (bare), one for
+each option that is put on, off or changed, one for the default flags of the chip, and the best; then what became of
+published claims. Results are kept in
+benchmarks/data/ablation.json, so that it prints again in seconds; --compile fills in what is not there (ten CPU seconds
+a line, more on TPU7x).
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ablation_claims
+
+from slicewise.catalog import chips, flags, slices
+from slicewise.compile.analysis import CompiledStep, analyse
+from slicewise.compile.compiler import Request, compile_request
+from slicewise.config import load_config
+from slicewise.errors import UserError
+
+KEPT = Path(__file__).parent / "data" / "ablation.json"
+NO_SPARSECORE = [
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather=false",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=false",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce=false",
+]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step, and the options that are tried on it."""
+
+    model: str
+    slice: str
+    overrides: tuple[str, ...]
+    num_slices: int = 1
+    only: tuple[str, ...] = ()  # options; all those for the chip where empty
+
+    @property
+    def name(self) -> str:
+        seq = next(o.split("=")[1] for o in self.overrides if o.startswith("sequence_length"))
+        length = "" if seq == "8192" else f" of {int(seq) // 1024}k tokens"
+        return f"{self.model}{length} on {self.num_slices} x {self.slice}"
+
+    @property
+    def chip(self) -> str:
+        return self.slice.partition(":")[0]
+
+
+def _step(
+    model: str, slice_: str, batch: int, remat: str, *more: str, seq: int = 8192, num_slices: int = 1,
+    only: tuple[str, ...] = (),
+) -> Step:  # fmt: skip
+    given = (
+        f"model={model}",
+        f"sequence_length={seq}",
+        f"global_batch_size={batch}",
+        f"remat_policy={remat}",
+    )
+    return Step(model, slice_, (*given, *more), num_slices, only)
+
+
+LONG = ("remat minimal", "remat save_qkv_proj", "larger VMEM", "fp8")
+LARGE = ("sparsecore, all three", "no sparsecore", "fp8", "int8", "larger VMEM", "scheduler", "layer-scheduler",
+         "sparsecore-multi-axis", "remat minimal")  # fmt: skip
+STEPS = (
+    _step("llama3-8b", "v5p:4x4x4", 128, "save_qkv_proj"),
+    _step("llama3-8b", "tpu7x:4x4x4", 256, "save_qkv_proj"),
+    _step("llama3-8b", "v6e:16x16", 512, "full"),
+    _step("llama3-8b", "v5e:16x16", 256, "full"),
+    _step("llama3-8b", "v4:4x4x4", 64, "full"),
+    _step("llama3-8b", "tpu7x:4x4x4", 128, "full", seq=131072, only=LONG),
+    _step("llama3-70b", "v5p:8x8x8", 512, "full", only=LARGE),
+    _step("llama3-70b", "v6e:16x16", 256, "full", only=LARGE),
+    _step("mixtral-8x7b", "v5p:4x4x4", 128, "full", only=LARGE),
+    _step("mixtral-8x7b", "v6e:16x16", 256, "full", only=LARGE),
+    _step("llama3-70b", "tpu7x:4x4x8", 512, "save_qkv_proj", only=LARGE),
+    _step("mixtral-8x7b", "tpu7x:4x4x4", 256, "full", only=LARGE),
+    _step("llama3-8b", "v5p:4x4x4", 256, "save_qkv_proj", num_slices=2, only=("dcn-overlap",)),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the compiler made of a step with one option; times in seconds, bytes of a device."""
+
+    step_time_s: float
+    hbm_bytes: float
+    fits: bool
+    mfu: float
+    communication_s: float
+    exposed_s: float
+    hidden_share: float | None  # of the communication that a schedule could hide
+    cpu_s: float
+    libtpu: str
+
+
+def options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(name, overrides) of each option for the step's chip, over those of bare."""
+    found = {name: given for name, given in _options(step)}
+    for name, given in found.items():
+        if not step.only or name in step.only:
+            yield (
+                name,
+                given if any(o.startswith("compiler_flags") for o in given) else (*bare(step.chip), *given),
+            )
+
+
+def _options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
+    chip = chips.load(step.chip)
+    base = load_config(None, step.overrides).config
+    defaults = [g.name for g in flags.groups().values() if chip.name in g.default]
+    for group in flags.groups().values():
+        if chip.name in group.chips and (group.name != "dcn-overlap" or step.num_slices > 1):
+            yield group.name, (_flags(chip.name, group.name),)
+    if chip.name in ("v5p", "v6e"):
+        every = [f"sparsecore-{op}" for op in ("all-gather", "reduce-scatter", "all-reduce")]
+        yield "sparsecore, all three", (_flags(chip.name, *every),)
+    if defaults:
+        yield "default flags", (_flags(chip.name, *defaults),)
+    if chip.name == "tpu7x":
+        yield "no sparsecore", (f"compiler_flags={','.join(NO_SPARSECORE)}",)
+    for name, rate in (("int8", chip.int8_flops_per_s), ("fp8", chip.fp8_flops_per_s)):
+        if rate and rate > chip.bf16_flops_per_s:
+            yield name, (f"quantization={name}",)
+    if limit := {"v5e": 65536, "v5p": 65536, "v6e": 98304, "tpu7x": 61440}.get(chip.name):
+        yield "larger VMEM", (f"scoped_vmem_limit_kib={limit}",)
+    for policy in ("full", "save_qkv_proj", "minimal", "minimal_with_context"):
+        if policy != base.model.remat_policy:
+            yield f"remat {policy}", (f"remat_policy={policy}",)
+    offload = '{decoder_layer_input = "offload"}'
+    yield "layer inputs on the host", ("remat_policy=custom", f"remat_tensors={offload}")
+    yield "max-logits estimate", ("use_max_logits_estimate=30",)
+
+
+def _flags(chip: str, *on: str) -> str:
+    """The override that puts on these groups, and no other."""
+    off = [f"no-{g.name}" for g in flags.groups().values() if chip in g.default and g.name not in on]
+    return f"compiler_flags={','.join([*on, *off])}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="steps whose name contains this")
+    parser.add_argument("--compile", action="store_true", help="compile the lines that are not kept yet")
+    parser.add_argument("--most", type=int, default=10**6, help="lines to compile in this call")
+    parser.add_argument("--options", default="", metavar="A;B", help="compile only these")
+    parser.add_argument("--again", action="store_true", help="also those that are kept")
+    arguments = parser.parse_args()
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    chosen = [step for step in STEPS if arguments.only in step.name]
+    if arguments.compile:
+        wanted = tuple(filter(None, arguments.options.split(";")))
+        fill(kept, chosen, wanted, arguments.most, again=arguments.again)
+        if ablation_claims.ESTIMATE not in kept and not arguments.only:
+            kept[ablation_claims.ESTIMATE] = ablation_claims.estimate()
+            KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    tables = {step: results(step, kept) for step in chosen}
+    for step, found in tables.items():
+        show(step, found)
+    if not arguments.only:
+        ablation_claims.show({step.name: found for step, found in tables.items()}, kept)
+
+
+def fill(kept: dict[str, Any], steps: list[Step], wanted: tuple[str, ...], most: int, *, again: bool) -> None:
+    """Compiles up to ``most`` lines that ``kept`` has not, and keeps each at once; all options, or ``wanted`` ones."""
+    for step in steps:
+        for name, given in [("bare", bare(step.chip)), *options(step)]:
+            key = digest(step, given)
+            if (key in kept and not again) or (wanted and name not in wanted):
+                continue
+            if most == 0:
+                return
+            most -= 1
+            kept[key] = {"step": step.name, "option": name} | compiled(step, given)
+            KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+            print(f"{step.name}, {name}: {kept[key]}", file=sys.stderr)
+
+
+def digest(step: Step, given: tuple[str, ...]) -> str:
+    """Of the slices, the config and the flags that it comes to."""
+    overrides = (*step.overrides, *given)
+    asked = load_config(None, overrides).config.compiler.compiler_flags
+    plain = [o for o in overrides if not o.startswith("compiler_flags")]
+    said = [step.slice, step.num_slices, plain, flags.resolve(asked, step.chip)]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+
+def bare(chip: str) -> tuple[str, ...]:
+    """The override that leaves out every default group of ``chip``; none where it has no such group."""
+    groups = [f"no-{g.name}" for g in flags.groups().values() if chip in g.default]
+    return (f"compiler_flags={','.join(groups)}",) if groups else ()
+
+
+def compiled(step: Step, given: tuple[str, ...]) -> dict[str, Any]:
+    """A Result as a dict, or why there is none."""
+    try:
+        config = load_config(None, [*step.overrides, *given]).config
+        request = Request(config, slices.cluster(step.slice, step.num_slices))
+        return asdict(result(analyse(compile_request(request))))
+    except UserError as e:
+        return {"refused": str(e).split(" Its log:")[0].splitlines()[0]}
+
+
+def result(step: CompiledStep) -> Result:
+    e = step.estimate
+    return Result(
+        step_time_s=e.step_time_s,
+        hbm_bytes=step.memory.total_bytes,
+        fits=step.fits,
+        mfu=e.mfu,
+        communication_s=sum(c.seconds for c in step.communication),
+        exposed_s=sum(c.exposed_s for c in step.communication),
+        hidden_share=step.hidden_share,
+        cpu_s=step.cpu_s,
+        libtpu=flags.installed(),
+    )
+
+
+def results(step: Step, kept: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By option, 'bare' first; those that are not kept are left out."""
+    named = [("bare", bare(step.chip)), *options(step)]
+    return {name: kept[digest(step, given)] for name, given in named if digest(step, given) in kept}
+
+
+def show(step: Step, found: Mapping[str, Mapping[str, Any]]) -> None:
+    print(f"\n{step.name}: {' '.join(step.overrides[1:])}")
+    if "bare" not in found:
+        print("  not compiled: --compile")
+        return
+    base = found["bare"]
+    print(
+        f"  {'option':26s} {'step':>9s} {'change':>8s} {'MFU':>6s} {'GiB':>7s} {'exposed':>9s} {'hidden':>7s}"
+    )
+    for name, r in found.items():
+        print(f"  {name:26s} {line(r, base)}")
+    fitting = {n: r for n, r in found.items() if r.get("fits")}
+    if fitting:
+        best = min(fitting, key=lambda n: fitting[n]["step_time_s"])
+        print(f"  best: {best}")
+
+
+def line(r: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    if "refused" in r:
+        return f"refused: {r['refused']}"
+    change = r["step_time_s"] / base["step_time_s"] - 1 if base.get("step_time_s") else 0.0
+    hidden = "     -" if r.get("hidden_share") is None else f"{r['hidden_share']:6.0%}"
+    fit = "" if r["fits"] else "  does not fit"
+    return (
+        f"{r['step_time_s']:8.3f}s {change:+8.1%} {r['mfu']:6.1%} {r['hbm_bytes'] / 2**30:7.2f}"
+        f" {r['exposed_s']:8.3f}s {hidden}{fit}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Tries settings one after the other until time is up, and keeps the best: the search that both judges share."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from slicewise.config import RunConfig, with_overrides
+from slicewise.kernels import tuned
+from slicewise.kernels.tuned import Entry, Judge
+from slicewise.tune.problems import Problem
+
+GAIN = 0.005  # by which a step must be shorter for a change of flags or remat to stay: less is noise
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting: how long a call or a step takes with it, or why it does not count."""
+
+    of: str  # the kernel and its shape, 'compiler flags' or 'remat policy'
+    setting: str
+    seconds: float | None
+    problem: str = ""
+    note: str = ""  # such as the memory that a step takes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``entries`` are what was put into your table, ``overrides`` what a config should change, ``skipped`` what was
+    left when time was up."""
+
+    trials: tuple[Trial, ...]
+    entries: tuple[Entry, ...]
+    overrides: tuple[str, ...]
+    step_s: tuple[float, float] | None  # as the config is, and with the overrides
+    skipped: int
+
+
+class Judged(Protocol):
+    """Says how long things take; what is under way at ``until_s`` (of time.monotonic) may be cut short."""
+
+    @property
+    def name(self) -> Judge: ...
+
+    def kernel(self, problem: Problem, values: Mapping[str, int], until_s: float) -> tuple[float | None, str]:
+        """(seconds, '') of one call, or (None, why it cannot be)."""
+
+    def step(self, config: RunConfig, until_s: float) -> tuple[float | None, str, str]:
+        """(seconds, '', note) of a training step, or (None, why it cannot be, note)."""
+
+    def is_over(self, is_over: bool) -> bool:
+        """Whether the search ends, which all processes of a job must agree on."""
+
+
+class OutOfTime(Exception):
+    """The time that a search was given is over."""
+
+
+Progress = Callable[[int, int, str], None]
+"""Called before each trial with how many are done, of how many, and what comes."""
+
+
+class Search:
+    """One search; ``run`` once. A judge that remembers lets the same search go on where an earlier one stopped."""
+
+    def __init__(self, judge: Judged, seconds: float, progress: Progress = lambda done, of, what: None):
+        self.judge, self.progress = judge, progress
+        self.until_s = time.monotonic() + seconds
+        self.trials: list[Trial] = []
+        self.entries: list[Entry] = []
+        self.done = self.total = 0
+
+    def run(
+        self,
+        config: RunConfig,
+        found: Sequence[Problem],
+        flags: Sequence[tuple[str, tuple[str, ...]]],
+        remat: Sequence[str],
+    ) -> Outcome:
+        """Kernels first: what they take decides what flags and rematerialisation are worth."""
+        steps = len(flags) + len(remat)
+        self.total = sum(len(p.candidates) for p in found) + (steps + 1 if steps else 0)
+        overrides: tuple[str, ...] = ()
+        times: tuple[float, float] | None = None
+        try:
+            for problem in found:
+                self._kernel(problem)
+            if steps:
+                overrides, times = self._steps(config, flags, remat)
+        except OutOfTime:
+            pass
+        return Outcome(
+            tuple(self.trials), tuple(self.entries), overrides, times, max(0, self.total - self.done)
+        )
+
+    def _next(self, what: str) -> None:
+        self.progress(self.done, self.total, what)
+        if self.judge.is_over(time.monotonic() > self.until_s):
+            raise OutOfTime
+        self.done += 1
+
+    def _kernel(self, problem: Problem) -> None:
+        """The fastest candidate goes into the table, also when time is over before all were tried."""
+        tried: list[tuple[Mapping[str, int], float | None]] = []
+        try:
+            for values in problem.candidates:
+                setting = problem.shown(values)
+                self._next(" ".join(filter(None, (problem.key.kernel, problem.part, setting))))
+                seconds, why = self.judge.kernel(problem, values, self.until_s)
+                tried.append((values, seconds))
+                self.trials.append(Trial(problem.text, setting, seconds, why))
+        finally:
+            self._keep(problem, tried)
+
+    def _keep(self, problem: Problem, tried: list[tuple[Mapping[str, int], float | None]]) -> None:
+        counting = [(seconds, values) for values, seconds in tried if seconds is not None]
+        if not counting:
+            return
+        best_s, best = min(counting, key=lambda pair: pair[0])
+        untuned_s, values, count = tried[0][1], dict(best), len(tried)
+        other = next((e for e in self.entries if e.key == problem.key), None)
+        if other is not None:  # the other pass of the same kernel
+            values |= {n: v for n, v in other.values.items() if n not in problem.varying}
+            best_s, count = best_s + other.seconds, count + other.tried
+            untuned_s = _sum(untuned_s, other.untuned_seconds)
+        entry = Entry(
+            key=problem.key,
+            values=values,
+            versions=dict(tuned.versions()),
+            judge=self.judge.name,
+            seconds=best_s,
+            untuned_seconds=untuned_s,
+            tried=count,
+        )
+        self.entries = [e for e in self.entries if e.key != entry.key] + [entry]
+        tuned.keep(entry)
+
+    def _steps(
+        self, config: RunConfig, flags: Sequence[tuple[str, tuple[str, ...]]], remat: Sequence[str]
+    ) -> tuple[tuple[str, ...], tuple[float, float] | None]:
+        """Greedily: each change stays that makes the step shorter, and the next one starts from there."""
+        self._next("the step as it is")
+        first_s = best_s = self._step(config, "as it is", "")
+        changed: dict[str, str] = {}
+        asked = config.compiler.compiler_flags
+        try:
+            for policy in remat:
+                self._next(f"remat policy {policy}")
+                seconds = self._step(
+                    _with(config, {**changed, "remat_policy": policy}), "remat policy", policy
+                )
+                if _shorter(seconds, best_s):
+                    best_s, changed["remat_policy"] = seconds, policy
+            for what, listed in flags:
+                self._next(what)
+                # What was put on or off before stays so.
+                now = _merged(asked, listed, changed.get("compiler_flags"))
+                seconds = self._step(
+                    _with(config, {**changed, "compiler_flags": now}), "compiler flags", what
+                )
+                if _shorter(seconds, best_s):
+                    best_s, changed["compiler_flags"] = seconds, now
+        except OutOfTime:
+            pass
+        overrides = tuple(f"{key}={value}" for key, value in changed.items())
+        times = (first_s, best_s) if first_s is not None and best_s is not None else None
+        return overrides, times
+
+    def _step(self, config: RunConfig, of: str, setting: str) -> float | None:
+        seconds, why, note = self.judge.step(config, self.until_s)
+        self.trials.append(Trial(of, setting, seconds, why, note))
+        return seconds
+
+
+def _sum(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a + b
+
+
+def _shorter(seconds: float | None, best_s: float | None) -> bool:
+    return seconds is not None and (best_s is None or seconds < (1 - GAIN) * best_s)
+
+
+def _with(config: RunConfig, changed: Mapping[str, str]) -> RunConfig:
+    return with_overrides(config, [f"{key}={value}" for key, value in changed.items()])
+
+
+def _merged(asked: Sequence[str], listed: Sequence[str], kept: str | None) -> str:
+    """The flags ``listed``, a change of ``asked``, on top of those that earlier changes left."""
+    if kept is None:
+        return ",".join(listed)
+    before = [f for f in kept.split(",") if f]
+    removed = [f for f in asked if f not in listed]
+    added = [f for f in listed if f not in asked]
+    return ",".join([*(f for f in before if f not in removed), *(f for f in added if f not in before)])

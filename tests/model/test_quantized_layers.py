@@ -1,0 +1,141 @@
+"""Gradients of a whole layer in 8 bits point the way of bfloat16, routed experts and calibrated scales included."""
+
+import argparse
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from slicewise.config import load_config
+from slicewise.errors import UserError
+from slicewise.model import params
+from slicewise.model.quantization import HEADROOM
+from slicewise.parallel.cluster import by_slice
+from slicewise.parallel.expert import Dispatch
+from slicewise.parallel.mesh import build_mesh
+from slicewise.train import choices
+from slicewise.train.objective import Weights, counts, objective
+from slicewise.train.step import build_train_step
+
+DENSE = """
+name = "two-layers"
+source = "this test"
+layers = 2
+d_model = 64
+heads = 4
+kv_heads = 2
+head_dim = 16
+d_ff = 128
+vocab = 258
+"""
+EXPERTS = """
+[experts]
+experts = 4
+per_token = 2
+d_ff = 64
+"""
+
+
+ROWS, TOKENS = 32, 128  # enough that gradients have a direction, which noise has not
+
+
+@functools.cache
+def batch():
+    text = np.frombuffer(Path(argparse.__file__).read_bytes(), np.uint8).astype(np.int32)
+    starts = np.random.default_rng(0).integers(0, len(text) - TOKENS - 1, ROWS)
+    rows = np.stack([text[start : start + TOKENS + 1] for start in starts])
+    ones = np.ones((ROWS, TOKENS), np.int32)
+    index = np.tile(np.arange(TOKENS, dtype=np.int32), (ROWS, 1))
+    return {"tokens": rows[:, :-1], "targets": rows[:, 1:], "segment_ids": ones, "positions": index}
+
+
+def step_of(folder, model, *overrides):
+    path = folder / "model.toml"
+    path.write_text(model)
+    given = [f"model={path}", f"global_batch_size={ROWS}", f"sequence_length={TOKENS}", *overrides]
+    config = load_config(None, given).config
+    devices = 4 if any("parallelism" in o for o in overrides) else 1
+    return config, build_train_step(config, build_mesh(config, by_slice(jax.devices()[:devices])))
+
+
+def gradients(folder, model, *overrides):
+    """(of every weight of the layer by name, in float64; ranges of its 8-bit products)"""
+    config, step = step_of(folder, model, *overrides)
+    dispatch = Dispatch(config.model.moe_dispatch, config.model.capacity_factor)
+    with jax.set_mesh(step.mesh):
+        on_mesh = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), batch(), step.abstract_batch)
+        state, ranges = step.init(), None
+        if step.calibrate:
+            ranges = step.calibrate(state, on_mesh)
+        how = {"dtype": jnp.bfloat16, "dispatch": dispatch, "ranges": ranges}
+        how |= choices.kernels(config, step.spec, step.mesh)
+
+        def loss(params):
+            return objective(params, step.spec, on_mesh, counts(on_mesh), Weights(), **how)[0]
+
+        found = params.leaves(jax.jit(jax.grad(loss))(state.params))
+    return {n: np.asarray(g, np.float64) for n, g in found.items() if n.startswith("layers.")}, ranges
+
+
+def cosine(a, b):
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    """By model, in bfloat16."""
+    return functools.cache(lambda model: gradients(tmp_path_factory.mktemp("right"), model)[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "least"),
+    [
+        (DENSE, ["quantization=fp8"], 0.995),
+        # Its room for larger values makes more of the small ones subnormal numbers.
+        (DENSE, ["quantization=fp8", "quantization_calibrate_every=5"], 0.99),
+        (DENSE + EXPERTS, ["quantization=fp8"], 0.995),
+        (
+            DENSE + EXPERTS,
+            ["quantization=int8", "quantization_scaling=axis", "ici_expert_parallelism=2"],
+            0.995,
+        ),
+        (
+            DENSE + EXPERTS,
+            ["quantization=fp8", "ici_context_parallelism=2", "context_strategy=ulysses"],
+            0.995,
+        ),
+    ],
+    ids=["dense", "calibrated", "experts", "expert parallelism", "context parallelism"],
+)
+def test_gradients_of_a_layer_point_the_way_of_bfloat16(model, overrides, least, right, tmp_path):
+    got, ranges = gradients(tmp_path, model, *overrides)
+    wanted = right(model)
+    assert got.keys() == wanted.keys()
+    for layer in range(2):
+        whole = [np.concatenate([g[n][layer].ravel() for n in sorted(wanted)]) for g in (got, wanted)]
+        assert cosine(*whole) >= least
+    for name in ("w_gate", "w_up", "w_down"):
+        name = f"layers.{'moe.' if 'experts' in model else ''}{name}"
+        assert cosine(got[name].ravel(), wanted[name].ravel()) >= 0.99
+        assert (got[name] != wanted[name]).any()  # in 8 bits, and not as before
+    if ranges:
+        assert ranges.keys() == {f"layers.{n}" for n in ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")}
+
+
+def test_a_calibration_finds_the_largest_weights(tmp_path):
+    _, step = step_of(tmp_path, DENSE, "quantization=int8", "quantization_calibrate_every=5")
+    with jax.set_mesh(step.mesh):
+        state = step.init()
+        assert not any(np.asarray(r).any() for r in state.ranges.values())
+        ranges = step.calibrate(state, batch())
+    largest = float(jnp.abs(state.params.layers.wq[0].astype(jnp.bfloat16)).max())
+    assert float(ranges["layers.wq"][0, 1]) == pytest.approx(HEADROOM["int8"] * largest)
+
+
+@pytest.mark.parametrize("other", ["quantization_fixed_range=8", "quantization_scaling=axis"])
+def test_a_calibrated_scale_is_one_for_a_tensor(other, tmp_path):
+    with pytest.raises(UserError, match="quantization_calibrate_every does not go with"):
+        step_of(tmp_path, DENSE, "quantization=fp8", "quantization_calibrate_every=5", other)
