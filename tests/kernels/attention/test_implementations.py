@@ -153,7 +153,7 @@ def choice(asked: str, platform: str, length: int = 256, max_logit: float = 0.0)
 def test_auto_follows_the_devices_of_the_mesh():
     assert choice("auto", "cpu", max_logit=5.0) == Kernel("reference", max_logit=5.0)
     assert choice("auto", "tpu", max_logit=5.0) == Kernel("splash", "v6e", max_logit=5.0)
-    assert choice("xla_chunked", "tpu") == Kernel("xla_chunked")
+    assert choice("xla_chunked", "tpu") == Kernel("xla_chunked", "v6e")
 
 
 @pytest.mark.parametrize(
