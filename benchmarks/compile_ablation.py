@@ -71,8 +71,8 @@ def _step(
 
 
 LONG = ("remat minimal", "remat save_qkv_proj", "larger VMEM", "fp8")
-LARGE = ("sparsecore, all three", "default flags", "no sparsecore", "fp8", "int8", "larger VMEM", "scheduler", "layer-scheduler",
-         "sparsecore-multi-axis", "remat minimal")  # fmt: skip
+LARGE = ("sparsecore, all three", "default flags", "no sparsecore", "fp8", "int8", "larger VMEM", "scheduler",
+         "layer-scheduler", "sparsecore-multi-axis", "remat minimal")  # fmt: skip
 STEPS = (
     _step("llama3-8b", "v5p:4x4x4", 128, "save_qkv_proj"),
     _step("llama3-8b", "tpu7x:4x4x4", 256, "save_qkv_proj"),
