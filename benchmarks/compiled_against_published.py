@@ -212,8 +212,9 @@ def config_of(point: dict[str, Any], row: rows.Row, directory: Path) -> RunConfi
 
 
 def not_then(row: rows.Row) -> list[str]:
-    """Default groups that are left out: the rows of v5p are older than its collectives on SparseCores."""
-    return [f"no-{g.name}" for g in flags.groups().values() if row.chip == "v5p" and "v5p" in g.default]
+    """Default groups that are left out: those that the rows of a chip are older than, and that few of them set."""
+    kept = ("sparsecore-all-reduce",) if row.chip == "v6e" else ()
+    return [f"no-{g.name}" for g in flags.groups().values() if row.chip in g.default and g.name not in kept]
 
 
 def remat_of(point: dict[str, Any]) -> list[str]:
