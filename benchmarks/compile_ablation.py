@@ -27,6 +27,8 @@ from slicewise.config import load_config
 from slicewise.errors import UserError
 
 KEPT = Path(__file__).parent / "data" / "ablation.json"
+NOISE = 0.005  # of a step time: less decides nothing
+WHY_NOT: dict[tuple[str, str], str] = {}  # (chip, set of flags) -> why a faster set is no default
 NO_SPARSECORE = [
     "xla_tpu_enable_sparse_core_collective_offload_all_gather=false",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=false",
@@ -69,8 +71,8 @@ def _step(
 
 
 LONG = ("remat minimal", "remat save_qkv_proj", "larger VMEM", "fp8")
-LARGE = ("sparsecore, all three", "no sparsecore", "fp8", "int8", "larger VMEM", "scheduler", "layer-scheduler",
-         "sparsecore-multi-axis", "remat minimal")  # fmt: skip
+LARGE = ("sparsecore, all three", "default flags", "no sparsecore", "fp8", "int8", "larger VMEM", "scheduler",
+         "layer-scheduler", "sparsecore-multi-axis", "remat minimal")  # fmt: skip
 STEPS = (
     _step("llama3-8b", "v5p:4x4x4", 128, "save_qkv_proj"),
     _step("llama3-8b", "tpu7x:4x4x4", 256, "save_qkv_proj"),
@@ -246,8 +248,24 @@ def show(step: Step, found: Mapping[str, Mapping[str, Any]]) -> None:
         print(f"  {name:26s} {line(r, base)}")
     fitting = {n: r for n, r in found.items() if r.get("fits")}
     if fitting:
-        best = min(fitting, key=lambda n: fitting[n]["step_time_s"])
-        print(f"  best: {best}")
+        print(f"  fastest of all: {min(fitting, key=lambda n: fitting[n]['step_time_s'])}")
+        print(f"  flags: {flags_verdict(step, fitting)}")
+
+
+def flags_verdict(step: Step, fitting: Mapping[str, Mapping[str, Any]]) -> str:
+    """Whether the chip's default flags are the best of those tried."""
+    groups = {*flags.groups(), "bare", "default flags", "sparsecore, all three", "no sparsecore"}
+    tried = {n: r["step_time_s"] for n, r in fitting.items() if n in groups}
+    default = "default flags" if bare(step.chip) else "bare"
+    best = min(tried, key=lambda n: tried[n])
+    if default not in tried:
+        return "the default was not compiled"
+    behind = tried[default] / tried[best] - 1
+    if behind < NOISE:
+        return f"the default is the best of {len(tried)} sets"
+    return (
+        f"the default is {behind:.1%} behind {best}; {WHY_NOT.get((step.chip, best), 'it is not explained')}"
+    )
 
 
 def line(r: Mapping[str, Any], base: Mapping[str, Any]) -> str:

@@ -1,0 +1,74 @@
+"""The ablation table prints from what is kept, and judges claims by it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def ablation():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import compile_ablation
+
+        yield compile_ablation
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def kept(ablation):
+    return json.loads(ablation.KEPT.read_text())
+
+
+def test_the_step_of_8b_is_there_for_every_generation(ablation, kept):
+    chips = {
+        step.chip for step in ablation.STEPS if step.model == "llama3-8b" and ablation.results(step, kept)
+    }
+    assert chips == {"v4", "v5e", "v5p", "v6e", "tpu7x"}
+
+
+@pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x"])
+def test_default_flags_hide_nine_tenths_of_what_can_be_hidden(chip, ablation, kept):
+    step = next(s for s in ablation.STEPS if s.chip == chip)
+    lines = ablation.results(step, kept)
+    default = lines["default flags" if ablation.bare(chip) else "bare"]
+    assert default["hidden_share"] >= 0.9
+    assert "default is the best" in ablation.flags_verdict(
+        step, {n: r for n, r in lines.items() if r.get("fits")}
+    )
+
+
+def test_what_is_slower_is_said_with_its_reason(ablation):
+    step = next(s for s in ablation.STEPS if s.chip == "v5p")
+    lines = {
+        "default flags": {"step_time_s": 1.1},
+        "scheduler": {"step_time_s": 1.0},
+        "int8": {"step_time_s": 0.5},
+    }
+    assert "is 10.0% behind scheduler" in ablation.flags_verdict(step, lines)
+    assert ablation.flags_verdict(step, {"scheduler": {"step_time_s": 1.0}}) == "the default was not compiled"
+
+
+def line(seconds, fits=True):
+    return {"step_time_s": seconds, "hbm_bytes": 2.0**30, "fits": fits}
+
+
+def test_claims_are_confirmed_refuted_or_open(ablation):
+    short = {"bare": line(1.3), "fp8": line(1.0), "larger VMEM": line(1.31), "remat full": line(1.5)}
+    short["remat minimal"] = line(1.2, fits=False)
+    long = {"bare": line(9.0), "remat minimal": {"refused": "too large"}}
+    found = ablation.ablation_claims.claims(short, long, {"without_s": 2.0, "with_s": 1.0})
+    assert [claim.holds for claim in found] == [True, False, None, False, True, True]
+
+
+def test_the_table_prints(ablation, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compile_ablation.py"])
+    ablation.main()
+    out = capsys.readouterr().out
+    assert "llama3-8b on 1 x v5p:4x4x4" in out
+    assert "confirmed  FP8" in out
