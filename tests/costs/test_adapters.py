@@ -48,7 +48,7 @@ def test_a_device_holds_the_adapters_that_their_dims_give_it(name):
     for weight in adapter_weights(spec, LORA):
         axes = [RULES.get(dim, ()) for dim in weight.dims]
         axes = [axis for entry in axes for axis in ((entry,) if isinstance(entry, str) else entry)]
-        made += math.prod(weight.shape) / math.prod(degrees[axis] for axis in axes)
+        made += math.prod(weight.shape) / math.prod(degrees.get(axis, 1) for axis in axes)
     layout = Layout(Degrees(**degrees), global_batch=16)
     assert trained_parameters(with_adapters(model_shape(spec), LORA), layout) == pytest.approx(made)
 

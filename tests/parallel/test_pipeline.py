@@ -84,10 +84,14 @@ def test_every_layer_sees_every_row_in_order_once(stages, repeats, microbatches)
 
 
 def test_the_pipeline_axis_divides_staged_layers_or_else_the_batch_and_what_fsdp_divides():
-    assert partition("staged_layers", "embed", "mlp") == PartitionSpec(AXIS, ("fsdp", "expert"), "tensor")
-    assert partition("embed", "vocab") == PartitionSpec((AXIS, "fsdp", "expert"), "tensor")
-    assert partition("layers", "experts", "expert_embed") == PartitionSpec(None, "expert", (AXIS, "fsdp"))
-    assert partition("batch", "sequence") == PartitionSpec((AXIS, "data", "fsdp", "expert"), None)
+    assert partition("staged_layers", "embed", "mlp") == PartitionSpec(
+        AXIS, ("fsdp", "expert", "context"), "tensor"
+    )
+    assert partition("embed", "vocab") == PartitionSpec((AXIS, "fsdp", "expert", "context"), "tensor")
+    assert partition("layers", "experts", "expert_embed") == PartitionSpec(
+        None, "expert", (AXIS, "fsdp", "context")
+    )
+    assert partition("batch", "sequence") == PartitionSpec((AXIS, "data", "fsdp", "expert"), "context")
 
 
 def test_gradients_of_narrow_weights_are_summed_over_microbatches_in_float32():

@@ -12,7 +12,7 @@ from slicewise.config import load_config
 from slicewise.errors import ExitCode, UserError
 from slicewise.parallel.cluster import by_slice
 from slicewise.parallel.mesh import build_mesh
-from slicewise.train import loop
+from slicewise.train import meter
 from slicewise.train.step import build_train_step
 
 FIGURES = {
@@ -78,15 +78,15 @@ class Clock:
 )
 def test_step_times_follow_the_results_whenever_these_are_ready(monkeypatch, ready_s, expected):
     clock, events = Clock(), []
-    monkeypatch.setattr(loop, "time", clock)
-    monkeypatch.setattr(loop, "peak_flops_per_s", lambda mesh: 1e12)
+    monkeypatch.setattr(meter, "time", clock)
+    monkeypatch.setattr(meter, "peak_flops_per_s", lambda mesh: 1e12)
     config = load_config(None, ["model=demo-tiny", "steps=4"]).config
     step = build_train_step(config, build_mesh(config, by_slice(jax.devices()[:1])))
-    meter = loop._Meter(config, step, events.append, None)
+    timed = meter.Meter(config, step, events.append, None)
     for number in range(1, 5):
         clock.now_s += 1.0
         result = Result(clock, ready_s[number - 1])
-        meter.finished(number, {"loss": result, "gradient_norm": result}, read_now=number == 4)
+        timed.finished(number, {"loss": result, "gradient_norm": result}, read_now=number == 4)
     assert [event["step"] for event in events] == [1, 2, 3, 4]
     assert [event["step_time_s"] for event in events] == pytest.approx(expected)
 

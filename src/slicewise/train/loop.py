@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import gc
 import math
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,9 +13,6 @@ from jax.errors import JaxRuntimeError
 
 from slicewise.checkpoint.manifest import complete_steps
 from slicewise.config import RunConfig
-from slicewise.costs.adapters import with_adapters
-from slicewise.costs.flops import model_flops
-from slicewise.costs.shapes import model_shape
 from slicewise.errors import ExitCode, UserError
 from slicewise.parallel import cluster
 from slicewise.parallel.cluster import SliceDevices
@@ -29,13 +25,12 @@ from slicewise.train.elastic import Fitted
 from slicewise.train.faults import explained
 from slicewise.train.goodput_export import exporter
 from slicewise.train.goodput_log import Ledger, now_us
-from slicewise.train.metrics import MetricWriter, make_directory, peak_flops_per_s
+from slicewise.train.meter import Meter
+from slicewise.train.metrics import MetricWriter, make_directory
 from slicewise.train.preemption import Preemption
 from slicewise.train.progress import Sink, reporter
 from slicewise.train.step import TrainState, TrainStep, build_train_step
 from slicewise.train.turns import Turns
-
-PROGRESS_INTERVAL_S = 5.0  # between two signs of life where log_every makes records rare
 
 
 def train(config: RunConfig, preemption: Preemption | None = None) -> ExitCode:
@@ -211,7 +206,7 @@ class _Run:
         gc.freeze()  # programs and modules stay to the end: no collection need look at them
         gc.enable()
         self._compare_data(restored, loader)
-        meter = _Meter(self.config, self.step, self.report, writer)
+        meter = Meter(self.config, self.step, self.report, writer)
         self._say(self._describe())
         for note in choices.notes(config, self.step.spec, self.step.mesh):
             self._say(note)
@@ -245,6 +240,8 @@ class _Run:
             loss = self._evaluate_within(number, state, writer) if evaluates else None
             if saves or locally:
                 self.ledger.now("save")
+                if writer:
+                    writer.flush()
                 self._save(number, state, loader, loss, shared=saves, locally=locally)
             if saves or evaluates or number == self.start + 1:
                 self._check_logits(number, state, batch)
@@ -269,7 +266,7 @@ class _Run:
         self._note_base(params)
         return params
 
-    def _next(self, loader: Turns, meter: "_Meter") -> Any:
+    def _next(self, loader: Turns, meter: Meter) -> Any:
         """The rows of the next step. Waiting for them is accounted for only when the devices had nothing to do."""
         since_us = now_us()
         rows = next(loader)
@@ -283,7 +280,7 @@ class _Run:
             self.saver.tick()
         return {point.what for point in self.agreement.begin()}
 
-    def _mend(self, reads: bool, meter: "_Meter") -> Any:
+    def _mend(self, reads: bool, meter: Meter) -> Any:
         """What follows from the steps that went wrong: nothing, or the checkpoint to go on from.
 
         Raises UserError when the run has to stop.
@@ -494,80 +491,3 @@ def mean_loss(config: RunConfig, step: TrainStep, params: Any) -> float:
             "the held-out text has no token to predict; give longer documents, or set eval_batches=0."
         )
     return total / count
-
-
-class _Meter:
-    """Times steps, turns their results into records and events, and stops a run whose loss is no number.
-
-    A result that is not ready is read one step late, when the next step is already under way, except before a
-    save or an evaluation. Steps that are read together share the time equally.
-    """
-
-    def __init__(self, config: RunConfig, step: TrainStep, report: Sink, writer: MetricWriter | None):
-        self.config, self.report, self.writer = config, report, writer
-        self.tokens = config.data.global_batch_size * config.data.sequence_length
-        shape = with_adapters(model_shape(step.spec), step.lora)
-        flops = model_flops(shape, self.tokens, config.data.sequence_length)
-        self.flops_per_device = flops / step.mesh.devices.size
-        self.peak = peak_flops_per_s(step.mesh)
-        self.pending: list[tuple[int, dict]] = []
-        self.last_s = self.reported_s = time.perf_counter()
-
-    def finished(self, number: int, metrics: dict, *, read_now: bool) -> None:
-        """Takes the results of step ``number`` and reads what it may of these and those of the step before."""
-        self.pending.append((number, metrics))
-        if read_now:
-            return self.read_all()
-        self._read(len(self.pending) - (not metrics["loss"].is_ready()))
-
-    def read_all(self) -> None:
-        """Waits for the results that are still under way, and makes the records of all durable."""
-        if self.pending:
-            jax.block_until_ready(self.pending[-1][1])
-        self._read(len(self.pending))
-        if self.writer:
-            self.writer.flush()
-
-    def _read(self, read: int) -> None:
-        done = [(n, {name: float(x) for name, x in m.items()}) for n, m in self.pending[:read]]
-        del self.pending[:read]
-        now_s = time.perf_counter()
-        for n, values in done:
-            self._record(n, values, (now_s - self.last_s) / read)
-        if done:
-            self.last_s = now_s
-
-    def is_busy(self) -> bool:
-        """Whether the devices still work on the last step that was begun."""
-        return bool(self.pending) and not self.pending[-1][1]["loss"].is_ready()
-
-    def rewind(self, step: int) -> None:
-        """The steps after ``step`` are taken again."""
-        self.pending.clear()
-        if self.writer:
-            self.writer.rewind(step)
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """After a save or an evaluation, whose time is not the next step's."""
-        self.last_s = time.perf_counter()
-
-    def _record(self, number: int, values: dict[str, float], step_time_s: float) -> None:
-        if (what := anomalies.not_finite(values)) and self.config.faults.on_bad_step == "stop":
-            raise anomalies.stopped(anomalies.Bad(number, what))
-        rate = self.flops_per_device / step_time_s
-        values |= {
-            "step_time_s": step_time_s,
-            "tokens_per_s": self.tokens / step_time_s,
-            "tflops_per_s_per_device": rate / 1e12,
-            "mfu": rate / self.peak,
-        }
-        now_s = time.perf_counter()
-        if number % self.config.metrics.log_every == 0 or number == self.config.run.steps:
-            self.reported_s = now_s
-            self.report({"event": "step", "step": number, "steps": self.config.run.steps, **values})
-            if self.writer:
-                self.writer.write(number, values)
-        elif now_s - self.reported_s > PROGRESS_INTERVAL_S:
-            self.reported_s = now_s
-            self.report({"event": "progress", "step": number})
