@@ -66,6 +66,17 @@ def test_calibrated_ranges_are_made_in_the_run_and_saved_with_it(trainer):
     assert any((np.asarray(after[n]) != np.asarray(saved[n])).any() for n in saved)
 
 
+def test_frozen_matrices_are_calibrated_beside_their_adapters():
+    how = ["quantization=fp8", "quantization_calibrate_every=4", "lora_rank=4", "initial_weights=x"]
+    config = load_config(None, [*TINY, *how]).config
+    step = build_train_step(config, build_mesh(config, by_slice(jax.devices()[:1])))
+    given = (step.abstract_state, step.abstract_batch)
+    with jax.set_mesh(step.mesh):
+        ranges, (state, _) = jax.eval_shape(step.calibrate, *given), jax.eval_shape(step.update, *given)
+    assert ranges["layers.wq"].shape == (2, 2)
+    assert ranges.keys() == state.ranges.keys()
+
+
 def ranges_of_step(trainer, number, *overrides):
     config = load_config(None, trainer.overrides(*overrides)).config
     step = build_train_step(config, build_mesh(config, by_slice(jax.devices()[:1])))

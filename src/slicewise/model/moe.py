@@ -148,12 +148,15 @@ def _whole(
 
     def gather(name: str, w: jax.Array) -> Any:
         w = w.astype(dtype)
-        dim = DIMS[name].index("expert_embed") if "expert_embed" in DIMS[name] else None
-        axes = None if dim is None else specs[name][dim]
+        shared = None
+        if "expert_embed" in DIMS[name]:
+            dim = DIMS[name].index("expert_embed")
+            shared = None if specs[name][dim] is None else (dim, specs[name][dim])
         if name in how:
-            return quantized_experts.whole(w, how[name], None if axes is None else dim)
-        if axes is None:
+            return quantized_experts.whole(w, how[name], shared)
+        if shared is None:
             return w
+        dim, axes = shared
         return checkpoint_name(jax.lax.all_gather(w, axes, axis=dim, tiled=True), GATHERED)
 
     return {name: gather(name, w) for name, w in weights.items()}

@@ -359,5 +359,14 @@ def _product(
     out = jax.lax.dot_general(a.qvalue, b.qvalue, numbers, preferred_element_type=total, out_sharding=spec)
     a_kept = [size for dim, size in enumerate(a.scale.shape) if dim not in summed[0]]
     b_kept = [size for dim, size in enumerate(b.scale.shape) if dim not in summed[1]]
-    scale = a.scale.reshape(*a_kept, *[1] * len(b_kept)) * b.scale.reshape(*[1] * len(a_kept), *b_kept)
+    a_scale = _beside(a.scale.reshape(*a_kept, *[1] * len(b_kept)), spec)
+    b_scale = _beside(b.scale.reshape(*[1] * len(a_kept), *b_kept), spec)
+    scale = a_scale * b_scale
     return (out.astype(jnp.float32) * scale).astype(dtype)
+
+
+def _beside(scale: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """``scale`` divided as what it is broadcast over, which may be scattered further than the operand was."""
+    entries = (*spec, *[None] * (scale.ndim - len(spec)))
+    axes = (entry if size > 1 else None for entry, size in zip(entries, scale.shape, strict=True))
+    return jax.sharding.reshard(scale, PartitionSpec(*axes))

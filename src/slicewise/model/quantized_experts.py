@@ -15,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 from slicewise.kernels.grouped_matmul import api
 from slicewise.model.quantization import Quantization, largest, of_type, rounded
 from slicewise.model.remat import GATHERED
-from slicewise.parallel.rules import RULES
 
 
 @dataclass(frozen=True)
@@ -32,45 +31,48 @@ class Whole:
 jax.tree_util.register_dataclass(Whole, ["values_GIO", "scale_G", "carrier_GIO"], ["how"])
 
 
-def whole(w_GIO: jax.Array, how: Quantization, dim: int | None) -> Whole:
-    """This device's part of the matrices, in the compute type, as bytes, gathered along ``dim`` (None = it is whole).
+Shared = tuple[int, Any]  # the dim of matrices that is divided, and the mesh axes that divide it
+
+
+def whole(w_GIO: jax.Array, how: Quantization, shared: Shared | None) -> Whole:
+    """This device's part of the matrices, in the compute type, as bytes, gathered as ``shared`` says (None = whole).
 
     Call it inside shard_map; the transpose reduce-scatters the gradient.
     """
-    axis = RULES["expert_embed"]
     limit_G = largest(jax.lax.stop_gradient(w_GIO), (0,))
     if how.fixed_range:
         limit_G = jnp.full_like(limit_G, how.fixed_range)
-    if dim is not None:
-        limit_G = jax.lax.pmax(limit_G, axis)
-        limit_G = jax.lax.pcast(limit_G, axis, to="varying")
+    if shared is not None:
+        limit_G = jax.lax.pmax(limit_G, shared[1])
+        limit_G = jax.lax.pcast(limit_G, shared[1], to="varying")
     scale_G = limit_G.reshape(-1) / of_type(how.name, is_gradient=False).largest
     values_GIO = rounded(
         jax.lax.stop_gradient(w_GIO), scale_G[:, None, None], of_type(how.name, is_gradient=False)
     )
-    if dim is not None:
-        values_GIO = jax.lax.all_gather(values_GIO, axis, axis=dim, tiled=True)
+    if shared is not None:
+        dim, axes = shared
+        values_GIO = jax.lax.all_gather(values_GIO, axes, axis=dim, tiled=True)
     values_GIO = checkpoint_name(values_GIO, GATHERED)
-    return Whole(values_GIO, scale_G, _carrier(w_GIO, dim), how)
+    return Whole(values_GIO, scale_G, _carrier(w_GIO, shared), how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _carrier(w_GIO: jax.Array, dim: int | None) -> jax.Array:
+def _carrier(w_GIO: jax.Array, shared: Shared | None) -> jax.Array:
     shape = list(w_GIO.shape)
-    if dim is not None:
-        shape[dim] *= jax.lax.axis_size(RULES["expert_embed"])
-    varying = tuple(jax.typeof(w_GIO).mat.varying)
-    return jax.lax.pcast(jnp.zeros(shape, w_GIO.dtype), varying, to="varying")
+    if shared is not None:
+        shape[shared[0]] *= jax.lax.axis_size(shared[1])
+    zeros_GIO, varying = jnp.zeros(shape, w_GIO.dtype), tuple(jax.typeof(w_GIO).mat.varying)
+    return jax.lax.pcast(zeros_GIO, varying, to="varying") if varying else zeros_GIO
 
 
-def _carrier_backward(dim: int | None, _: None, grad_GIO: jax.Array) -> tuple[jax.Array]:
-    if dim is None:
+def _carrier_backward(shared: Shared | None, _: None, grad_GIO: jax.Array) -> tuple[jax.Array]:
+    if shared is None:
         return (grad_GIO,)
-    axis = RULES["expert_embed"]
-    return (jax.lax.psum_scatter(grad_GIO, axis, scatter_dimension=dim, tiled=True),)
+    dim, axes = shared
+    return (jax.lax.psum_scatter(grad_GIO, axes, scatter_dimension=dim, tiled=True),)
 
 
-_carrier.defvjp(lambda w_GIO, dim: (_carrier(w_GIO, dim), None), _carrier_backward)
+_carrier.defvjp(lambda w_GIO, shared: (_carrier(w_GIO, shared), None), _carrier_backward)
 
 
 def grouped(x_RI: jax.Array, w: Whole, sizes_G: jax.Array, kernel: api.Kernel) -> jax.Array:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from slicewise.catalog import chips
 from slicewise.errors import UserError
-from slicewise.kernels.attention.tiles import table, tiles
+from slicewise.kernels.attention.tiles import Tiles, fitted, table, tiles
 
 
 @given(
@@ -28,6 +28,20 @@ def test_tiles_divide_what_they_tile(chip, rows, head_dim, limit):
     ):
         assert size % 128 == 0
         assert whole % size == 0
+
+
+@given(
+    sizes=st.tuples(*[st.integers(1, 32)] * 6),
+    parts=st.tuples(st.integers(1, 64), st.integers(1, 64)),
+)
+def test_tuned_tiles_are_cut_to_the_part_of_a_row_that_a_device_has(sizes, parts):
+    asked, (queries, keys) = Tiles(*(128 * n for n in sizes)), (128 * n for n in parts)
+    t = fitted(asked, queries, keys)
+    assert queries % t.q == queries % t.q_backward == keys % t.kv == keys % t.kv_backward == 0
+    assert t.kv % t.kv_compute == t.kv_backward % t.kv_compute_backward == 0
+    assert t.q <= asked.q
+    assert t.kv <= asked.kv
+    assert fitted(t, queries, keys) == t
 
 
 def test_more_vmem_gives_larger_tiles():
