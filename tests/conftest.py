@@ -23,6 +23,13 @@ settings.register_profile("any-load", deadline=None, suppress_health_check=[Heal
 settings.load_profile("any-load")
 
 
+def pytest_sessionstart():
+    """JAX counts its devices once, and tests may change the variables above."""
+    import jax
+
+    assert jax.device_count() == 8
+
+
 def pytest_collection_modifyitems(items):
     """Files with slow tests first: where files are shared out among processes, all are busy until the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -204,7 +204,7 @@ def children():
 
 
 def test_the_cache_that_cannot_be_made_is_the_environments_fault(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("slicewise.compile.compiler._check", lambda request: None)
+    monkeypatch.setattr("slicewise.compile.compiler.check", lambda request: None)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert cli.main([*TINY, *HERE]) == 1

@@ -29,7 +29,7 @@ def compiles(tmp_path, monkeypatch):
         return {"module": "jit_update", "out_of_memory": None}
 
     monkeypatch.setattr(compiler._Child, "run", run)
-    monkeypatch.setattr(compiler, "_check", lambda request: None)
+    monkeypatch.setattr(compiler, "check", lambda request: None)
     return done
 
 

@@ -259,6 +259,8 @@ def test_an_absent_value_of_another_key_is_no_matter():
 
 @pytest.mark.parametrize("dataset", ["jsonl", "parquet", "huggingface"])
 def test_conversations_are_read_from_every_kind_of_record(config, tmp_path, dataset):
+    if dataset == "huggingface":
+        pytest.importorskip("datasets")
     records = [{"messages": ASKED[:n]} for n in (3, 5)]
     path = tmp_path / "a.jsonl"
     if dataset == "jsonl":

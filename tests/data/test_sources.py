@@ -296,7 +296,7 @@ def test_a_file_that_may_not_be_read_is_a_broken_environment(source, tmp_path, u
         path.write_text('{"text": "a"}\n')
     source(dataset, str(path))  # with privileges it is fine; also imports what it needs
     path.chmod(0)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
+    for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     with unprivileged(), pytest.raises(UserError, match="secret: Permission denied") as error:
         source(dataset, str(path))
@@ -305,7 +305,7 @@ def test_a_file_that_may_not_be_read_is_a_broken_environment(source, tmp_path, u
 
 def test_a_directory_that_may_not_be_read_is_a_broken_environment(source, corpus, unprivileged):
     (corpus / "deep").chmod(0)
-    for folder in (corpus, *corpus.parents[:2]):
+    for folder in (corpus, *corpus.parents[:3]):
         folder.chmod(0o755)
     with unprivileged(), pytest.raises(UserError, match="deep: Permission denied") as error:
         source("text", str(corpus))

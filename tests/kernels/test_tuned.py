@@ -21,7 +21,7 @@ def own_table(tmp_path, monkeypatch):
 
 def key(**changes):
     given = {"kernel": "splash", "chip": "v6e", "dtype": "bfloat16"}
-    shape = {"tokens": 8192, "qk": 128, "v": 128, "window": 0}
+    shape = {"tokens": 7936, "qk": 128, "v": 128, "window": 0}
     return Key(**given | {"shape": shape} | changes)
 
 

@@ -102,8 +102,8 @@ def test_adapters_are_on_every_dense_matrix_and_on_no_expert_or_router():
 
 def test_adapters_have_the_dims_of_their_matrix_and_a_rank_that_is_whole():
     found = lora.adapters(transformer.weights(DENSE), EXACT)
-    assert found["layers.wo"].lora_a.dims == ("layers", "heads", "head_dim", "lora")
-    assert found["layers.wo"].lora_b.dims == ("layers", "lora", "embed")
+    assert found["layers.wo"].lora_a.dims == ("staged_layers", "heads", "head_dim", "lora")
+    assert found["layers.wo"].lora_b.dims == ("staged_layers", "lora", "embed")
     assert found["layers.wq"].lora_a.shape == (DENSE.layers, DENSE.d_model, 4)
     assert found["layers.wq"].lora_b.shape == (DENSE.layers, 4, DENSE.heads, DENSE.head_dim)
 

@@ -13,7 +13,7 @@ from slicewise.model import moe, params, rope, transformer
 from slicewise.model.attention import attend
 from slicewise.model.layers import mlp, normed, weights_in
 from slicewise.parallel.expert import Dispatch
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import partition, residual
 
 SPEC = ModelSpec(
     name="tiny", source="test", layers=2, d_model=16, heads=2, kv_heads=2, head_dim=8, d_ff=32, vocab=50,
@@ -138,10 +138,12 @@ def test_a_full_expert_drops_what_comes_last_and_first_choices_come_first():
 @pytest.mark.parametrize("dispatch", [Dispatch(), Dispatch("capacity", 1.0)])
 def test_padding_takes_no_room_and_counts_for_nothing(dispatch):
     w, x = layer_of(SPEC), tokens()
-    none = jax.sharding.reshard(segments().at[:, 5:].set(0), partition("batch", "sequence"))
+    rows = partition("batch", "sequence")
+    none = jax.sharding.reshard(jnp.where(jnp.arange(T) < 5, np.asarray(segments()), 0), rows)
     got, usage = run(SPEC, w, x, dispatch, none)
     assert not np.asarray(got[:, 5:]).any()
-    again, _ = run(SPEC, w, x.at[:, 5:].set(7.0), dispatch, none)
+    other = jnp.where(jnp.arange(T)[:, None] < 5, np.asarray(x), 7.0)
+    again, _ = run(SPEC, w, jax.sharding.reshard(other, jax.typeof(x).sharding.spec), dispatch, none)
     np.testing.assert_array_equal(got[:, :5], again[:, :5])
     assert float(usage.choices_E.sum()) == B * 5 * 2
 
@@ -191,7 +193,7 @@ def test_layers_run_in_order_when_every_second_one_is_sparse():
     where, weight = Tokens(positions, jnp.ones_like(ids)), weights_in(jnp.float32)
 
     def one_by_one(tree):
-        x = tree.embed.at[ids].get(out_sharding=partition("batch", "sequence", "activation"))
+        x = tree.embed.at[ids].get(out_sharding=residual(8))
         tables = rope.tables(spec, positions)
         for stack, layer in (
             ("dense_layers", 0),

@@ -97,6 +97,7 @@ class Recipe:
     context_ulysses: int = 1  # of the context degree, the part that exchanges heads instead of keys
     one_hot_embedding: bool = False  # the lookup as a matmul
     loss_in_chunks: bool = False  # of tokens, with their gradients: as train computes it
+    as_compiled_here: bool = False  # memory as train's own compiled steps hold it, see costs.memory
     vocab_tiles: int = 1  # above 1 the logits are computed in parts and again in the backward pass
     async_collectives: bool = True
     weight_bytes: int = 4  # master weights

@@ -29,6 +29,8 @@ def _spread(layout: Layout) -> Number:
 def copied_bytes(shape: ModelShape, layout: Layout, recipe: Recipe) -> Number:
     """The device's part of all layers' weights in the dtype that products take: compilers narrow wider ones once,
     before the loop over layers, and not a layer at a time."""
+    if not recipe.as_compiled_here:
+        return 0.0
     stored = recipe.weight_bytes if shape.frozen_bytes is None else shape.frozen_bytes
     narrowed = sum(layer.count * layer.parameters for layer in shape.layers) if stored > ACT else 0.0
     return ACT * narrowed / _spread(layout)
@@ -71,23 +73,32 @@ def saved_width(layer: Layer, recipe: Recipe, tensor: Number, *, where: str) -> 
 
 
 def working_bytes(layer: Layer, layout: Layout, tokens: Number, recipe: Recipe) -> Number:
-    """What one layer's backward pass holds at once: all its activations, recomputed before it begins, with the
-    gradient of the widest, its gathered weights, and the gradient of one matrix before it is scattered."""
+    """What one layer's backward pass holds at once: its activations, recomputed before it begins, with the gradient of
+    the widest, its gathered weights, and the gradient of one matrix before it is scattered.
+
+    Of other trainers' steps those of attention or of the MLP, whichever are more; train's own were compiled, and hold
+    both, with the partial sums of the attention kernel and what a tensor axis has gathered or not yet summed.
+    """
     t, e = layout.ici.tensor, layout.ici.expert
     slots = recipe.expert_capacity_factor or 1.0
-    # The residual stream at both norms; with a tensor axis also what is gathered for two products and not yet summed.
-    held: Number = 2 * layer.d_model / t + np.where(t > 1, 3.0 * layer.d_model, 0.0)
+    attention: Number = 2 * layer.d_model / t
+    mlp: Number = 2 * layer.d_model / t
     widest: Number = 0.0
     for name, (elements, sharded) in tensor_widths(layer).items():
         width = elements * (slots if name.startswith("moe_") else 1.0) / (t if sharded else 1)
         widest = np.maximum(widest, width)
-        held = held + width
-    held = (
-        held + 2 * slots * layer.active * layer.d_model / t
-    )  # tokens in the order of their experts, both ways
-    if recipe.attention.kind == "flash" and recipe.attention.fused_backward:
-        held = held + QUERY_GRADIENTS * layer.attention.context_width / t
-    held = held + context_width(layer, layout, recipe)
+        if "mlp" in name:
+            mlp = mlp + width
+        else:
+            attention = attention + width
+    attention = attention + context_width(layer, layout, recipe)
+    # tokens in the order of their experts, both ways
+    mlp = mlp + 2 * slots * layer.active * layer.d_model / t
+    held = np.maximum(attention, mlp)
+    if recipe.as_compiled_here:
+        if recipe.attention.kind == "flash" and recipe.attention.fused_backward:
+            attention = attention + QUERY_GRADIENTS * layer.attention.context_width / t
+        held = attention + mlp - 2 * layer.d_model / t + np.where(t > 1, 3.0 * layer.d_model, 0.0)
     weights = (layer.parameters - layer.routed_parameters) / t + layer.routed_parameters / (t * e)
     dense = max(m.parameters for m in layer.matmuls if not m.routed)
     largest = np.maximum(dense, max((m.parameters for m in layer.matmuls if m.routed), default=0) / e) / t
