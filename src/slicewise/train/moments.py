@@ -33,7 +33,7 @@ class Keeping:
         for weight in jax.tree.leaves(layout) if self.over_data else ():
             spec = _over_data(weight.dims)
             for size, entry in zip(weight.shape, spec, strict=True):
-                axes = _axes(entry)
+                axes = [axis for axis in _axes(entry) if degrees.get(axis, 1) > 1]
                 ways = math.prod(degrees[axis] for axis in axes)
                 if "data" in axes and size % ways:
                     raise UserError(
