@@ -88,9 +88,7 @@ def test_the_same_step_gives_the_same_state(dtype, one_device):
 
 
 def test_a_dim_that_does_not_divide_is_refused():
-    with pytest.raises(
-        UserError, match="d_model = 8 to be a multiple of fsdp x data parallelism = 12"
-    ):
+    with pytest.raises(UserError, match="d_model = 8 to be a multiple of fsdp x data parallelism = 12"):
         Keeping(over_data=True).check(LAYOUT, {"data": 6, "fsdp": 2, "expert": 1, "tensor": 1})
     Keeping(over_data=True).check(LAYOUT, {"data": 2, "fsdp": 2, "expert": 2, "tensor": 1})
     Keeping().check(LAYOUT, {"data": 6, "fsdp": 2, "expert": 1, "tensor": 1})
