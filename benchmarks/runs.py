@@ -51,7 +51,7 @@ def remat_of(point: dict[str, Any]) -> list[str]:
     remat = point.get("remat") or {}
     name = remat.get("policy") or "full"
     if name != "custom" and not remat.get("tensors"):
-        return [f"remat_policy={rows.PAX_POLICIES.get(name, name)}"]
+        return [f"remat_policy={'full' if name == 'SAVE_NOTHING' else rows.PAX_POLICIES.get(name, name)}"]
     places = ", ".join(f'{k} = "{v}"' for k, v in (remat.get("tensors") or {}).items())
     return ["remat_policy=custom", f"remat_tensors={{{places}}}"]
 
