@@ -15,8 +15,6 @@ from slicewise.parallel.rules import PIPELINE, partition
 from slicewise.train.generate import build_generate_step
 from slicewise.train.step import TrainStep, build_train_step
 
-PROGRAMS = ("update", "init", "evaluate", "prefill", "decode")
-
 
 @dataclass(frozen=True)
 class Program:

@@ -13,8 +13,6 @@ from slicewise.compile import compiler
 from slicewise.compile.compiler import CompileFailed, Request
 from slicewise.errors import ExitCode, UserError
 
-PROGRAM = "restore"
-
 
 @dataclass(frozen=True)
 class HeldArray:
