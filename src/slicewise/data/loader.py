@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slicewise.config import RunConfig
-from slicewise.data import chat, order, packing, sources, tokenizers
+from slicewise.data import chat, grain_import, order, packing, sources, tokenizers
 from slicewise.errors import UserError
 
 PREFETCHED_BATCHES = 2
@@ -104,13 +104,11 @@ def _open_batches(
     template where there is one."""
     if config.data.dataset == "synthetic" and not config.data.messages_field:
         return SyntheticBatches(config, rows, split, state, vocab_size or SYNTHETIC_VOCAB), {}, None
-    from grain.experimental import ThreadPrefetchDatasetIterator
-
     documents = TokenizedDocuments(config, split, vocab_size)
     if split == "train" and fresh:
         _check_one_batch(config, documents)
     packed = PackedBatches(documents, rows, state, config.data.sequence_length)
-    ahead = ThreadPrefetchDatasetIterator(packed, PREFETCHED_BATCHES)
+    ahead = grain_import.load().experimental.ThreadPrefetchDatasetIterator(packed, PREFETCHED_BATCHES)
     return ahead, documents.fingerprint, documents.chat_template
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slicewise.data import grain_import
 from slicewise.errors import UserError
 
 SHUFFLE_ROUNDS = 4  # of the block cipher behind index_shuffle
@@ -94,7 +95,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def shuffled(documents: int, seed: int) -> Callable[[int], int]:
     """The endless order of ``documents`` documents: position p -> document, a new permutation each epoch."""
-    from grain.experimental import index_shuffle
+    index_shuffle = grain_import.load().experimental.index_shuffle
 
     @functools.lru_cache(maxsize=64)
     def epoch_seed(epoch: int) -> int:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from slicewise.config import Data
+from slicewise.data import grain_import
 from slicewise.data.chat import check_messages
 from slicewise.data.files import Files, decode_utf8, find_files, read_bytes, reading, walk
 from slicewise.errors import ExitCode, UserError, did_you_mean
@@ -357,7 +358,7 @@ class HuggingFaceSource:
 
 def _import(module: str, package: str, extra: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return grain_import.load() if module == "grain" else importlib.import_module(module)
     except ImportError as e:
         raise UserError(f"this dataset needs the package {package}: pip install 'slicewise[{extra}]'.") from e
 
