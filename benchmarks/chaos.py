@@ -28,18 +28,8 @@ from slicewise.launch.chaos.schedule import Schedule
 from slicewise.launch.targets.local import parse_shape
 
 RESULT = Path(__file__).parent / "results" / "chaos.txt"
+SMALL = str(Path(__file__).parents[1] / "examples" / "small.toml")
 STEPS, EVERY = 12, 3
-KEYS = (
-    f"steps={STEPS}",
-    f"checkpoint_every={EVERY}",
-    "model=demo-tiny",
-    "compute_dtype=float32",
-    "dataset=synthetic",
-    "sequence_length=32",
-    "global_batch_size=4",
-    "eval_batches=0",
-    "tensorboard=false",
-)
 MATRIX_SEEDS = 1_000_000  # of the cells, apart from those of seeded schedules
 
 
@@ -71,7 +61,8 @@ def _run_all(schedules: list[Schedule], shape, file: io.TextIOBase) -> int:
     say(f"$ python benchmarks/chaos.py {' '.join(sys.argv[1:])}".rstrip())
     say(f"{datetime.date.today()} {versions} python {platform.python_version()}, {os.cpu_count()} cores")
     folder, begun_s, outcomes = Path(tempfile.mkdtemp(prefix="chaos-")), time.monotonic(), []
-    setup = run.prepare(load_config(None, [*KEYS, f"output_directory={folder}"]), shape)
+    keys = [f"steps={STEPS}", f"checkpoint_every={EVERY}", f"output_directory={folder}"]
+    setup = run.prepare(load_config(SMALL, keys), shape)
     expected, usual_s = run.undisturbed(setup)
     say(f"undisturbed: {STEPS} steps in {usual_s:.1f} s, checkpoints every {EVERY}")
     for one in schedules:

@@ -27,17 +27,8 @@ from slicewise.report import run_goodput
 from slicewise.train.injection import Fault
 
 TARGET_S = 15.0
+SMALL = str(Path(__file__).parents[1] / "examples" / "small.toml")
 EVERY = 10
-KEYS = (
-    f"checkpoint_every={EVERY}",
-    "model=demo-tiny",
-    "compute_dtype=float32",
-    "dataset=synthetic",
-    "sequence_length=32",
-    "global_batch_size=4",
-    "eval_batches=0",
-    "tensorboard=false",
-)
 
 
 def main() -> int:
@@ -50,7 +41,8 @@ def main() -> int:
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     shape, folder = parse_shape(asked.local), Path(tempfile.mkdtemp(prefix="restart-"))
     steps = f"steps={EVERY * (asked.restarts + 2)}"
-    setup = run.prepare(load_config(None, [*KEYS, steps, f"output_directory={folder}"]), shape)
+    keys = [steps, f"checkpoint_every={EVERY}", f"output_directory={folder}"]
+    setup = run.prepare(load_config(SMALL, keys), shape)
     run.undisturbed(setup)
     ranks = tuple(range(shape.processes - shape.hosts_per_slice, shape.processes))
     faults = (Fault(k + 1, "kill", ranks, "step", EVERY * (k + 1) + 5) for k in range(asked.restarts))

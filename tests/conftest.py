@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Hundreds of processes start: with no bytecode kept, each would compile the sources of JAX and of slicewise anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "64"  # threads enough for the collectives of eight devices: see launch/targets/local.py
 os.environ["XLA_FLAGS"] = (

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -155,37 +154,15 @@ print("done", flush=True)
 
 
 @pytest.mark.multiprocess
-def test_two_processes_save_restore_and_fail_together_and_one_process_restores_theirs(tmp_path):
+def test_two_processes_save_restore_and_fail_together_and_one_process_restores_theirs(
+    tmp_path, ranks_end_well
+):
     namespace: dict = {}
     exec(STATE, namespace)
     with CheckpointStore(str(tmp_path / "shared"), keep=1) as store:
         namespace["save"](store, 3, 64)
     shutil.copytree(tmp_path / "shared", tmp_path / "uneven-0")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_cpu_collective_timeout_seconds=30",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", STATE + CLUSTER, address, str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for output in outputs:
-        assert output.endswith("done\n"), output
+    ranks_end_well(STATE + CLUSTER, tmp_path, count=2, devices=2)
     assert sorted(os.listdir(tmp_path / "shared")) == ["6", "8"]
     with CheckpointStore(str(tmp_path / "shared"), keep=2) as store:
         assert store.latest() == 6

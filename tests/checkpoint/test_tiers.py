@@ -1,10 +1,5 @@
 """The local tier over real processes: two slices of two hosts with one device each."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 
 HOSTS = """
@@ -97,29 +92,5 @@ print("done", flush=True)
 
 
 @pytest.mark.multiprocess
-def test_a_state_survives_in_the_other_hosts_whatever_is_lost_of_one_slice(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_cpu_collective_timeout_seconds=60",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", HOSTS, address, str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env,
-        )
-        for rank in range(4)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for output in outputs:
-        assert output.endswith("done\n"), output
+def test_a_state_survives_in_the_other_hosts_whatever_is_lost_of_one_slice(tmp_path, ranks_end_well):
+    ranks_end_well(HOSTS, tmp_path, count=4, devices=1)

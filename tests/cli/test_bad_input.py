@@ -5,11 +5,13 @@ import os
 import shutil
 import subprocess
 
+import jax
 import pytest
 
 from slicewise import cli
 from slicewise.checkpoint.manifest import complete_steps
 from slicewise.errors import ExitCode
+from slicewise.parallel import cluster
 
 TINY = ["model=demo-tiny", "sequence_length=32", "global_batch_size=4", "steps=4", "tensorboard=false"]
 QUICK = [*TINY, "dataset=synthetic", "checkpoint_every=2", "eval_batches=0", "compute_dtype=float32"]
@@ -29,10 +31,6 @@ def slicewise(command, tmp_path):
 @pytest.fixture
 def here(monkeypatch, tmp_path, capfd):
     """Runs the command in this process, which has imported JAX already, on one of its devices."""
-    import jax
-
-    from slicewise.parallel import cluster
-
     devices = cluster.by_slice(jax.devices()[:1])
     monkeypatch.setattr(cluster, "initialize", lambda: None)
     monkeypatch.setattr(cluster, "found", lambda: devices)
@@ -138,10 +136,11 @@ def refused_by_the_cluster(done, code, *words):
         (["--local", "2x1x2", "dcn_data_parallelism=3"], ["multiply to 3", "2 slices"]),
     ],
 )
-def test_refused_before_any_device_is_touched(slicewise, tmp_path, arguments, words):
+def test_refused_before_any_device_is_touched(here, monkeypatch, tmp_path, arguments, words):
+    monkeypatch.setattr(cluster, "found", None)
     (tmp_path / "broken.toml").write_text("[run\n")
     (tmp_path / "misplaced.toml").write_text("[model]\nsteps = 3\n")
-    refused(slicewise("train", *arguments), ExitCode.USER, *words)
+    refused(here("train", *arguments), ExitCode.USER, *words)
     assert not (tmp_path / "runs").exists()
 
 
@@ -185,7 +184,7 @@ def test_debug_shows_the_traceback_and_the_code_stays(slicewise):
         (["learning_rate=1e30", "gradient_clip_norm=0"], ["at step", "lower learning_rate"]),
     ],
 )
-def test_refused_with_what_to_change(slicewise, tmp_path, overrides, words):
+def test_refused_with_what_to_change(here, tmp_path, overrides, words):
     (tmp_path / "empty").mkdir()
     (tmp_path / "nothing.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9" * 200)
@@ -197,7 +196,7 @@ def test_refused_with_what_to_change(slicewise, tmp_path, overrides, words):
         words_300 = {"</s>": 0, **{f"word{i}": i for i in range(1, 300)}}
         model = tokenizers.models.WordLevel(words_300, unk_token="word1")
         tokenizers.Tokenizer(model).save(str(tmp_path / "large.json"))
-    refused(slicewise("train", *UNSAVED, *overrides), ExitCode.USER, *words)
+    refused(here("train", *UNSAVED, *overrides), ExitCode.USER, *words)
     assert not complete_steps(str(tmp_path / "runs/run/checkpoints"))
 
 
@@ -296,10 +295,10 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(slicewise, copy_of
     assert complete_steps(str(copy_of_finished / "checkpoints")) == [2, 4, 6]
 
 
-def test_a_damaged_manifest_is_named(slicewise, copy_of_finished):
+def test_a_damaged_manifest_is_named(here, copy_of_finished):
     manifest = copy_of_finished / "checkpoints/4/manifest/data.json"
     manifest.write_text(manifest.read_text().replace('"demo-tiny"', '"demo-tinz"'))
-    message = refused(slicewise("generate", "runs/run"), ExitCode.INTERNAL, "manifest/data.json is damaged")
+    message = refused(here("generate", "runs/run"), ExitCode.INTERNAL, "manifest/data.json is damaged")
     assert message.endswith("the run then continues from step 2.")
 
 

@@ -3,6 +3,8 @@
 Each schedule here is a few cells of the matrix one after the other; benchmarks/chaos.py runs all of it.
 """
 
+from pathlib import Path
+
 import pytest
 
 from slicewise.config import load_config
@@ -13,18 +15,8 @@ from slicewise.train.injection import Fault
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-STEPS, EVERY = 12, 4
-KEYS = [
-    f"steps={STEPS}",
-    f"checkpoint_every={EVERY}",
-    "model=demo-tiny",
-    "compute_dtype=float32",
-    "dataset=synthetic",
-    "sequence_length=32",
-    "global_batch_size=4",
-    "eval_batches=0",
-    "tensorboard=false",
-]
+SMALL = str(Path(__file__).parents[3] / "examples" / "small.toml")
+EVERY = 4  # steps between its checkpoints
 SUPERVISOR = ()
 
 
@@ -47,7 +39,7 @@ MATRIX = {
 @pytest.mark.parametrize("shape", MATRIX)
 def test_a_run_under_faults_is_the_run_that_nobody_disturbed(tmp_path, shape):
     faults = MATRIX[shape]
-    loaded = load_config(None, [*KEYS, f"output_directory={tmp_path}"])
+    loaded = load_config(SMALL, [f"output_directory={tmp_path}"])
     setup = run.prepare(loaded, parse_shape(shape))
     outcome = run.disturbed(setup, Schedule(0, tuple(faults)), *run.undisturbed(setup))
     assert outcome.violations == ()
