@@ -196,6 +196,8 @@ def fitting(
             memory = memory_bytes(workload.shape, layout, recipe, workload.seq, peak=peak)
             total, fits = np.full(len(table), np.inf), np.zeros(len(table), bool)
             total[which] = device_total(memory)
+            if recipe.remat.offloaded:
+                total[which[few.staged]] = np.inf  # see costs.pipeline.check_remat
             host = np.broadcast_to(memory["host"], which.shape)
             fits[which] = (total[which] <= (1 - margin) * device.hbm_bytes) & (
                 host <= device.host_memory_bytes
