@@ -13,10 +13,12 @@ from pathlib import Path
 
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch.emulator.local import known_hosts_path, user_state
+from slicewise.launch.output import LineReader
 from slicewise.launch.workers import Worker
 
 CONNECTION_LOST = 255  # what ssh ends with when the connection failed; the command itself may do so too
-KEEPALIVE = ("ServerAliveInterval=10", "ServerAliveCountMax=3")
+KEEPALIVE = ("ConnectTimeout=20", "ServerAliveInterval=10", "ServerAliveCountMax=3")
+READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -136,21 +138,27 @@ async def _run_on(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            limit=1 << 20,
         )
         assert process.stdout is not None
+        reader = LineReader()
         try:
-            while line := await process.stdout.readline():
-                say(worker, line.decode(errors="replace").rstrip("\n"))
+            while data := await process.stdout.read(READ_BYTES):
+                for line in reader.feed(data):
+                    say(worker, line)
+            for line in reader.feed(b""):
+                say(worker, line)
             ended.append(Ended(worker, await process.wait()))
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
 
-    async with asyncio.TaskGroup() as group:
-        for worker in workers:
-            group.create_task(one(worker))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for worker in workers:
+                group.create_task(one(worker))
+    except* BrokenPipeError:
+        raise BrokenPipeError from None  # the reader of our output left, as head does
     return ended
 
 
