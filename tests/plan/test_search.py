@@ -132,7 +132,7 @@ def test_weights_are_sharded_over_dcn_only_where_no_replica_fits():
     small = search(Workload(LLAMA8, 4096, 256), slices.cluster("v5e:4x4", 4))
     assert all(c.layout.dcn.fsdp == 1 for c in small.ranked)
     crowded = search(Workload(LLAMA70, 4096, 256), slices.cluster("v5e:8x8", 4))
-    assert crowded.ranked[0].layout.dcn.fsdp == 4
+    assert crowded.ranked[0].layout.dcn.fsdp > 1
     assert all(c.layout.dcn.fsdp > 1 or c.layout.dcn.pipeline > 1 for c in crowded.ranked)
 
 

@@ -31,6 +31,7 @@ class Work:
     flops: float = 0.0
     is_start: bool = False
     estimated: bool = False
+    op: str = ""  # of a collective, as in collectives.OPS
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from slicewise.catalog.slices import Slice
 from slicewise.costs import pipeline, torus
 from slicewise.costs.device import Device
 from slicewise.costs.layout import Degrees, Layout, place_degrees
+from slicewise.costs.network import Network
 from slicewise.costs.shapes import ModelShape
-from slicewise.costs.traffic import Network
 
 MIN_CONTEXT_TOKENS = 2048  # of a sequence on one device: below it the blocks of attention kernels shrink
 MAX_TENSOR = 64

@@ -32,7 +32,7 @@ from slicewise.plan.layouts import (
 
 OFFLOAD_INPUT = {"decoder_layer_input": "offload"}
 OFFLOAD_QKV = dict.fromkeys(("query_proj", "key_proj", "value_proj"), "offload")
-DEFAULT_RECIPE = Recipe(loss_in_chunks=True, as_compiled_here=True)
+DEFAULT_RECIPE = Recipe(loss_in_chunks=True, as_compiled_here=True, summed_bytes=2)
 SEARCHED_POLICIES: tuple[RematPolicy, ...] = (
     POLICIES["full"],
     POLICIES["save_out_proj"],
