@@ -384,7 +384,7 @@ def _product(
         out = (out.astype(jnp.float32) * scale).astype(sums_in if over else dtype)
         for dim, axis in scattered:
             out = jax.lax.psum_scatter(out, axis, scatter_dimension=dim, tiled=True)
-        rest = tuple(axis for axis in over if axis not in dict(map(reversed, scattered)))
+        rest = tuple(axis for axis in over if axis not in {axis for _, axis in scattered})
         return (jax.lax.psum(out, rest) if rest else out).astype(dtype)
 
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (a, b))
@@ -402,8 +402,10 @@ def _sums(
     kept += [entry for dim, entry in enumerate(b_spec) if dim not in summed[1]]
     scattered = []
     for dim, (entry, had) in enumerate(zip(_entries(out, len(kept)), kept, strict=True)):
-        assert entry[: len(had)] == had and set(entry[len(had) :]) <= set(over), (entry, had, over)
-        scattered += [(dim, axis) for axis in entry[len(had) :]]
+        further = entry[len(had) :]
+        assert (*had, *further) == entry, (entry, had)
+        assert set(further) <= set(over), (further, over)
+        scattered += [(dim, axis) for axis in further]
     return over, scattered
 
 
