@@ -5,6 +5,7 @@ import time
 import pytest
 
 from slicewise.config import load_config, resolve_degrees
+from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.kernels import tuned
 from slicewise.kernels.tuned import Key
@@ -133,6 +134,20 @@ def test_a_tpu_has_attention_and_experts_to_tune_each_at_the_shape_of_a_device()
     assert all(p.key.shape["rows"] == 2 * 2048 * 2 for p in made[2:])
     for p in made:
         assert len(p.candidates) == len({p.shown(c) for c in p.candidates}) > 3
+
+
+def test_experts_in_a_pipeline_are_tuned_for_the_rows_of_one_microbatch():
+    def rows(*overrides):
+        made = found(Device("v6e", True), "model=mixtral-8x7b", "global_batch_size=64", *overrides)
+        return {p.key.shape["rows"] for p in made if p.key.kernel == "gmm"}
+
+    of_sequence = 2048 * 2  # each token goes to two experts
+    assert rows() == {16 * of_sequence}
+    assert rows("ici_pipeline_parallelism=2", "pipeline_microbatches=4") == {8 * of_sequence}
+    accumulated = ("pipeline_microbatches=2", "gradient_accumulation_steps=8")
+    assert rows("ici_pipeline_parallelism=2", *accumulated) == {2 * of_sequence}
+    with pytest.raises(UserError, match="pipeline_microbatches = 3 does not fit"):
+        rows("ici_pipeline_parallelism=2", "pipeline_microbatches=3")
 
 
 def test_layers_with_and_without_a_window_are_tuned_apart():
