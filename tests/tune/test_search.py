@@ -27,13 +27,17 @@ class Known:
 
     name = "measured"
 
-    def __init__(self, blocks=None, step=lambda config: 1.0, most=10**6):
+    def __init__(self, blocks=None, step=lambda config: 1.0, most=10**6, least=None):
+        self.least = least or {}
         self.blocks, self.asked, self._step, self.most = blocks or {}, [], step, most
 
     def kernel(self, problem, values, until_s):
         self.asked.append(values[problem.varying[0]])
         found = self.blocks[values[problem.varying[0]]]
         return (None, found) if isinstance(found, str) else (found, "")
+
+    def least_s(self, problem, values):
+        return self.least.get(values[problem.varying[0]], 0.0)
 
     def step(self, config, until_s):
         self.asked.append(config)
@@ -55,6 +59,14 @@ def test_the_fastest_setting_is_kept_beside_that_of_the_rule():
     (entry,) = found.entries
     assert (entry.seconds, entry.untuned_seconds, entry.tried) == (1.0, 2.0, 4)
     assert [t.problem for t in found.trials] == ["", "", "exceeds VMEM", ""]
+
+
+def test_what_cannot_be_faster_is_not_tried_and_the_most_promising_comes_after_the_rule():
+    judge = Known({512: 4.0, 64: 3.0, 256: 2.0}, least={512: 3.5, 128: 2.5, 64: 1.5, 256: 1.0, 32: 9.0})
+    outcome = Search(judge, 60).run(load_config(None).config, [of_blocks(512, 128, 32, 64, 256)], [], [])
+    assert judge.asked == [512, 256, 64]
+    assert outcome.skipped == 0  # nothing is left to do
+    assert tuned.find(KEY) == {"block": 256}
 
 
 def test_what_was_tried_counts_when_time_is_over_and_the_rest_is_said():

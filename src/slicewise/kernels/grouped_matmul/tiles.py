@@ -60,6 +60,15 @@ def part(size: int, most: int) -> int:
     return fitting[-1] if fitting and fitting[-1] >= min(size, most // 2) else min(size, most)
 
 
+def vmem_bytes(product: str, tile: Tile, itemsize: int) -> int:
+    """What a tile takes at least: its operands and its result twice, and the sum in float32."""
+    rows, summed, columns = tile
+    matrix, others = summed * columns, rows * summed
+    if product == "tgmm":
+        return 2 * itemsize * (others + rows * columns) + (4 + 2 * 2) * matrix
+    return 2 * itemsize * (others + matrix) + (4 + 2 * 2) * rows * columns
+
+
 def candidates(k: Key) -> Iterator[Tile]:
     """Tiles to try for ``k``, that of the rule first."""
     shape = k.shape
