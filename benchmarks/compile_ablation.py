@@ -33,7 +33,7 @@ LEAST_HIDDEN = 0.9
 WHY_NOT: dict[tuple[str, str], str] = {}  # (chip, set of flags) -> why a faster set is no default
 WHY_EXPOSED = {  # chip -> why the compiler leaves collectives synchronous
     "v4": "the compiler stops where continuation fusions of all-gathers or of all-reduces are asked for on v4",
-    "v5e": "several small gradients become one all-reduce, and of such the compiler makes no continuation fusion",
+    "v5e": "several small arrays become one all-reduce, and of such the compiler makes no continuation fusion",
 }
 NO_SPARSECORE = [
     "xla_tpu_enable_sparse_core_collective_offload_all_gather=false",
@@ -254,10 +254,10 @@ def show(step: Step, found: Mapping[str, Mapping[str, Any]]) -> None:
         return
     base = found["bare"]
     print(
-        f"  {'option':26s} {'step':>9s} {'change':>8s} {'MFU':>6s} {'GiB':>7s} {'exposed':>9s} {'hidden':>7s}"
+        f"  {'option':28s} {'step':>9s} {'change':>8s} {'MFU':>6s} {'GiB':>7s} {'exposed':>9s} {'hidden':>7s}"
     )
     for name, r in found.items():
-        print(f"  {name:26s} {line(r, base)}")
+        print(f"  {name:28s} {line(r, base)}")
     fitting = {n: r for n, r in found.items() if r.get("fits")}
     if fitting:
         print(f"  fastest of all: {min(fitting, key=lambda n: fitting[n]['step_time_s'])}")

@@ -49,7 +49,7 @@ def test_what_default_flags_do_not_hide_is_said_with_its_reason(ablation):
     lines = {"bare": {"hidden_share": 0.25, "exposed": shown}, ablation.TWO: {"hidden_share": 0.5}}
     said = list(ablation.hidden_verdict(step, lines))
     assert said[0].startswith("hidden: 25% of what could be")
-    assert said[1].split() == "91 ms all-reduce of mlp, backward: synchronous".split()
+    assert " ".join(said[1].split()) == "91 ms all-reduce of mlp, backward: synchronous"
     assert "the compiler stops" in said[2]
     assert said[3].strip() == "layers_per_round = 2 hides 50%"
     assert list(ablation.hidden_verdict(step, {"bare": {"hidden_share": 0.95}})) == []
