@@ -28,7 +28,13 @@ from slicewise.errors import UserError
 
 KEPT = Path(__file__).parent / "data" / "ablation.json"
 NOISE = 0.005  # of a step time: less decides nothing
+MOST_EXPOSED = 4  # collectives named
+LEAST_HIDDEN = 0.9
 WHY_NOT: dict[tuple[str, str], str] = {}  # (chip, set of flags) -> why a faster set is no default
+WHY_EXPOSED = {  # chip -> why the compiler leaves collectives synchronous
+    "v4": "the compiler stops where continuation fusions of all-gathers or of all-reduces are asked for on v4",
+    "v5e": "several small arrays become one all-reduce, and of such the compiler makes no continuation fusion",
+}
 NO_SPARSECORE = [
     "xla_tpu_enable_sparse_core_collective_offload_all_gather=false",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=false",
@@ -70,9 +76,10 @@ def _step(
     return Step(model, slice_, (*given, *more), num_slices, only)
 
 
+TWO = "default, two layers a round"
 LONG = ("remat minimal", "remat save_qkv_proj", "larger VMEM", "fp8")
 LARGE = ("sparsecore, all three", "default flags", "no sparsecore", "fp8", "int8", "larger VMEM", "scheduler",
-         "layer-scheduler", "sparsecore-multi-axis", "remat minimal")  # fmt: skip
+         "layer-scheduler", "sparsecore-multi-axis", "remat minimal", TWO)  # fmt: skip
 STEPS = (
     _step("llama3-8b", "v5p:4x4x4", 128, "save_qkv_proj"),
     _step("llama3-8b", "tpu7x:4x4x4", 256, "save_qkv_proj"),
@@ -86,7 +93,9 @@ STEPS = (
     _step("mixtral-8x7b", "v6e:16x16", 256, "full", only=LARGE),
     _step("llama3-70b", "tpu7x:4x4x8", 512, "save_qkv_proj", only=LARGE),
     _step("mixtral-8x7b", "tpu7x:4x4x4", 256, "full", only=LARGE),
-    _step("llama3-8b", "v5p:4x4x4", 256, "save_qkv_proj", num_slices=2, only=("dcn-overlap",)),
+    _step(
+        "llama3-8b", "v5p:4x4x4", 256, "save_qkv_proj", num_slices=2, only=("dcn-overlap", "default flags")
+    ),
 )
 
 
@@ -101,6 +110,7 @@ class Result:
     communication_s: float
     exposed_s: float
     hidden_share: float | None  # of the communication that a schedule could hide
+    exposed: tuple[tuple[str, float], ...]  # what of that is not hidden, and its seconds, the longest first
     cpu_s: float
     libtpu: str
 
@@ -141,6 +151,7 @@ def _options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
     offload = '{decoder_layer_input = "offload"}'
     yield "layer inputs on the host", ("remat_policy=custom", f"remat_tensors={offload}")
     yield "max-logits estimate", ("use_max_logits_estimate=30",)
+    yield TWO, ("layers_per_round=2", _flags(chip.name, *defaults))
 
 
 def _flags(chip: str, *on: str) -> str:
@@ -224,6 +235,7 @@ def result(step: CompiledStep) -> Result:
         communication_s=sum(c.seconds for c in step.communication),
         exposed_s=sum(c.exposed_s for c in step.communication),
         hidden_share=step.hidden_share,
+        exposed=tuple((e.text, e.seconds) for e in step.exposed_in_loops[:MOST_EXPOSED]),
         cpu_s=step.cpu_s,
         libtpu=flags.installed(),
     )
@@ -242,14 +254,16 @@ def show(step: Step, found: Mapping[str, Mapping[str, Any]]) -> None:
         return
     base = found["bare"]
     print(
-        f"  {'option':26s} {'step':>9s} {'change':>8s} {'MFU':>6s} {'GiB':>7s} {'exposed':>9s} {'hidden':>7s}"
+        f"  {'option':28s} {'step':>9s} {'change':>8s} {'MFU':>6s} {'GiB':>7s} {'exposed':>9s} {'hidden':>7s}"
     )
     for name, r in found.items():
-        print(f"  {name:26s} {line(r, base)}")
+        print(f"  {name:28s} {line(r, base)}")
     fitting = {n: r for n, r in found.items() if r.get("fits")}
     if fitting:
         print(f"  fastest of all: {min(fitting, key=lambda n: fitting[n]['step_time_s'])}")
         print(f"  flags: {flags_verdict(step, fitting)}")
+    for text in hidden_verdict(step, found):
+        print(f"  {text}")
 
 
 def flags_verdict(step: Step, fitting: Mapping[str, Mapping[str, Any]]) -> str:
@@ -266,6 +280,22 @@ def flags_verdict(step: Step, fitting: Mapping[str, Mapping[str, Any]]) -> str:
     return (
         f"the default is {behind:.1%} behind {best}; {WHY_NOT.get((step.chip, best), 'it is not explained')}"
     )
+
+
+def hidden_verdict(step: Step, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Which collectives the step waits for, with its default flags, where they are over a tenth of what could be
+    hidden."""
+    r = found.get("default flags" if bare(step.chip) else "bare", {})
+    if r.get("hidden_share") is None or r["hidden_share"] >= LEAST_HIDDEN:
+        return
+    yield f"hidden: {r['hidden_share']:.0%} of what could be; in the loops over layers the step waits for"
+    for what, seconds in r.get("exposed", ()):
+        yield f"  {seconds * 1e3:6.0f} ms  {what}"
+    if step.chip in WHY_EXPOSED:
+        yield f"  {WHY_EXPOSED[step.chip]}"
+    two = found.get(TWO, {}).get("hidden_share")
+    if two is not None:
+        yield f"  layers_per_round = 2 hides {two:.0%}"
 
 
 def line(r: Mapping[str, Any], base: Mapping[str, Any]) -> str:

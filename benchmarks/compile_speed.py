@@ -1,10 +1,11 @@
 """What compiling costs, and what comes of it, beside MaxText's figures for the same shapes.
 
-    python benchmarks/compile_speed.py [--full]
+    python benchmarks/compile_speed.py [--full | --memory]
 
 First Llama-3-8B to its schedule on 16 to 4,096 chips (target: under 20 CPU seconds and 2.5 GB). With --full also the
 peer's rows to machine code (minutes each): CPU seconds, memory of the process, peak HBM of a device, and the sum of the
-compiler's cycles over the schedule, loops counted, without kernels and collectives. The peer is MaxText 0.2.5 with jax
+compiler's cycles over the schedule, loops counted, without kernels and collectives. With --memory alone the peer's rows
+to their schedule, from the cache where they are there: peak HBM of a device. The peer is MaxText 0.2.5 with jax
 0.11.1 and libtpu 0.0.46, sequences of 4096, full remat; measured once on two cores, November 2026.
 """
 
@@ -49,8 +50,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
     print(f"python {sys.version.split()[0]} jax {version('jax')} libtpu {version('libtpu')}")
+    if arguments.memory:
+        print(f"{'peak HBM, GB a device':34s} {'ours':>7s} {'peer':>7s}")
+        for peer in PEERS:
+            step = compiled(peer.model, peer.slice, peer.num_slices, peer.batch, "schedule")
+            ours, name = step.memory.total_bytes / 1e9, f"{peer.model} {peer.num_slices} x {peer.slice}"
+            print(f"{name:34s} {ours:7.2f} {peer.hbm_gb:7.2f} {ours / peer.hbm_gb - 1:+7.1%}", flush=True)
+        return
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         print(f"{'to the schedule':24s} {'chips':>6s} {'CPU s':>7s} {'RSS GB':>7s}")

@@ -1,6 +1,6 @@
 """What the search with the compiler finds, against hand-tuned configurations compiled in the same way.
 
-    python benchmarks/compiled_experts.py [--compile] [--only TEXT] [--top 6]
+    python benchmarks/compiled_experts.py [--compile] [--only TEXT] [--top 12]
 
 The expert's own layout, batch, remat, precision and flags are compiled to their schedule. The search begins with the
 same work and flags in the default layout, and compiles the planner's best layouts; the fastest that fits is set against
@@ -58,7 +58,7 @@ def main() -> None:
     )
     parser.add_argument("--compile", action="store_true", help="compile those that are not kept yet")
     parser.add_argument("--only", default="", help="configurations whose id contains this")
-    parser.add_argument("--top", type=int, default=6, help="layouts of the planner to compile for each")
+    parser.add_argument("--top", type=int, default=12, help="layouts of the planner to compile for each")
     arguments = parser.parse_args()
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     configs = {c["id"]: c for c in rows.load(experts.DEFAULT)}

@@ -214,11 +214,13 @@ def bytes_of(dtype: dict[str, Any], optimizer: str | None) -> dict[str, int]:
     if optimizer == "sgd":
         return {**bytes_of(dtype, None), "moment_bytes": 0}
     if dtype.get("weights") == "bfloat16":
-        return {"weight_bytes": 2, "moment_bytes": 4, "gradient_bytes": 2}
+        return {"weight_bytes": 2, "moment_bytes": 4, "gradient_bytes": 2, "summed_bytes": 2}
+    gradient_bytes = 2 if dtype.get("grad") == "bfloat16" else 4
     return {
         "weight_bytes": 4,
         "moment_bytes": 6 if dtype.get("mu") == "bfloat16" else 8,
-        "gradient_bytes": 2 if dtype.get("grad") == "bfloat16" else 4,
+        "gradient_bytes": gradient_bytes,
+        "summed_bytes": gradient_bytes,
     }
 
 

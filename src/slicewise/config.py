@@ -72,6 +72,8 @@ class Model(Part):
     """Activations of a layer that the backward pass finds, the others are recomputed; custom: see remat_tensors."""
     remat_tensors: dict[str, Literal["device", "offload", "remat"]] = {}
     """With remat_policy = custom, where named activations wait: device, offload (to the host) or remat."""
+    layers_per_round: PositiveInt = 1
+    """Layers in one round of the loop over them: the weights of the next travel beside the first's compute."""
     attention: Literal["auto", "reference", "splash", "xla_chunked"] = "auto"
     """Implementation; auto is the splash kernel on TPU and the reference elsewhere."""
     use_max_logits_estimate: NonNegativeFloat = 0.0

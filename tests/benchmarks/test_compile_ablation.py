@@ -43,6 +43,18 @@ def test_default_flags_hide_nine_tenths_of_what_can_be_hidden(chip, ablation, ke
     )
 
 
+def test_what_default_flags_do_not_hide_is_said_with_its_reason(ablation):
+    step = next(s for s in ablation.STEPS if s.chip == "v4")
+    shown = [("all-reduce of mlp, backward: synchronous", 0.0913)]
+    lines = {"bare": {"hidden_share": 0.25, "exposed": shown}, ablation.TWO: {"hidden_share": 0.5}}
+    said = list(ablation.hidden_verdict(step, lines))
+    assert said[0].startswith("hidden: 25% of what could be")
+    assert " ".join(said[1].split()) == "91 ms all-reduce of mlp, backward: synchronous"
+    assert "the compiler stops" in said[2]
+    assert said[3].strip() == "layers_per_round = 2 hides 50%"
+    assert list(ablation.hidden_verdict(step, {"bare": {"hidden_share": 0.95}})) == []
+
+
 def test_what_is_slower_is_said_with_its_reason(ablation):
     step = next(s for s in ablation.STEPS if s.chip == "v5p")
     lines = {

@@ -108,6 +108,10 @@ def test_gc_shows_and_deletes_the_dead(run, name):
         ("create x --accelerator-type v5p-8 --label a", "--label a: expected KEY=VALUE"),
         ("create x --accelerator-type v5p-8 --valid-until soon", "--valid-until soon"),
         ("create x --accelerator-type v5p-8 --reservation r", "needs --reserved"),
+        (
+            "create x --accelerator-type v5p-8 --reserved --reservation ../../x",
+            "--reservation '../../x': expected",
+        ),
         ("wait x --for ACTVE", "Did you mean 'ACTIVE'?"),
         ("wait x --timeout never", "--timeout never"),
         ("gc --owner a --all-owners", "exclude each other"),
@@ -177,6 +181,35 @@ def test_a_command_is_never_run_twice_and_its_code_comes_back(command, run, name
     assert err.splitlines()[-1] == "slicewise: slice 0 worker 0 ended with 9"
     code, _, err = run("qr", "ssh", name, "--slice", "all")
     assert (code, "2 workers need --command" in err) == (ExitCode.USER, True)
+
+
+@needs_ssh
+def test_long_lines_pass_and_a_reader_that_leaves_is_no_error(command, run, name, capfd):
+    run("qr", "create", name, "--accelerator-type", "v5litepod-4", "--node-count", 2)
+    both = ("qr", "ssh", name, "--slice", "all", "--command")
+    code, out, err = run(*both, "head -c 3000000 /dev/zero | tr '\\0' x; printf end")
+    assert (code, err) == (0, "")
+    assert out.count("x") == 6_000_000
+    assert out.count("end\n") == 2
+    with command.popen(*both, "yes") as process:
+        assert process.stdout.readline().endswith(" | y\n")
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+
+
+def test_waiting_goes_on_until_every_slice_is_there_again(command, run, name):
+    run("qr", "create", name, "--accelerator-type", "v5litepod-4", "--node-count", 2, "--spot")
+    run("emulator", "inject", "preempt", f"{name}-1", "--hold", "1s")
+    code, _, err = run("qr", "ssh", name, "--command", "true")
+    assert (code, f"wait with 'slicewise qr wait {name}'" in err) == (ExitCode.NO_SLICES, True)
+    code, out, err = run("qr", "wait", name)
+    assert (code, out) == (0, f"{name}: ACTIVE\n")
+    assert f"{name}: ACTIVE, 1 of 2 slices PREEMPTED for 0 s" in err
+    assert len(err.splitlines()) < 8  # a line for each change, not for each look
+    assert run("qr", "wait", name, "--timeout", "1s")[0] == 0
+    code, _, err = run("qr", "delete", name)
+    assert (code, "--force deletes one that has slices" in err) == (ExitCode.USER, True)
 
 
 @needs_ssh
@@ -288,7 +321,7 @@ def test_ctrl_c_ends_an_emulator_and_all_that_it_runs(command, tmp_path, run):
     assert process.returncode == 0
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
-    assert sorted(p.name for p in state.iterdir()) == ["lock"]
+    assert sorted(p.name for p in state.iterdir()) == [".gitignore", "lock"]
 
 
 def test_a_taken_port_is_refused(run, directory, tmp_path):

@@ -9,6 +9,28 @@ from slicewise.errors import ExitCode
 @pytest.mark.parametrize(
     ("command", "said"),
     [
+        ("qr create x", "the following arguments are required: --accelerator-type"),
+        ("qr create x --accelerator-type v5p-8 --spot --reserved", "not allowed with argument --spot"),
+        ("qr frob", "invalid choice: 'frob'"),
+        ("job submit run.toml --target frob", "invalid choice: 'frob'"),
+        ("run --on hosts.toml --devices x -- true", "argument --devices: invalid int value: 'x'"),
+        ("qr list --frob", "unrecognized arguments: --frob"),
+        ("", "the following arguments are required: VERB"),
+    ],
+)
+def test_a_line_that_does_not_parse_is_answered_in_a_line(capsys, command, said):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command.split())
+    shown = capsys.readouterr().err
+    assert (ended.value.code, said in shown) == (ExitCode.USER, True)
+    assert shown.startswith("slicewise: ")
+    assert "--help' explains it." in shown
+    assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
         ("train --local -2x2x1", "--local '-2x2x1'"),
         (
             "plan --model llama3-8b --chip v5p --topology -2x2 --seq 8k --batch-tokens 4M",

@@ -111,6 +111,17 @@ def test_a_counting_loop_runs_as_often_as_it_counts(start, limit):
     )
 
 
+def test_a_loop_up_to_a_number_of_the_device_runs_once():
+    text = (
+        PROGRAM.replace("constant(LIMIT)", "get-tuple-element(%carried), index=2")
+        .replace("f32[8]{0:T(128)})", "f32[8]{0:T(128)}, s32[]{:T(128)})")
+        .replace("tuple(%zero, %p)", "tuple(%zero, %p, %rounds)")
+        .replace("%start = ", "%rounds = s32[]{:T(128)} parameter(1)\n  %start = ")
+    )
+    module = hlo.parse(text.replace("START", "0"))
+    assert hlo.trip_count(module, module.entry, module.entry.instructions["loop"]) == 1
+
+
 def test_a_loop_that_does_not_count_is_refused():
     text = (
         PROGRAM.replace("LIMIT", "4")

@@ -96,7 +96,31 @@ def test_a_kernel_is_compiled_at_the_size_of_a_few_tiles():
     k, values = splash(window=4096)
     assert kernels.small(k, values).shape == {"tokens": 2048, "qk": 128, "v": 128, "window": 2048}
     k = matmul_tiles.key("tgmm", "v6e", 1 << 17, 4096, 14336, 8, "bfloat16", 0)
-    assert kernels.small(k, {"rows": 256}).shape["rows"] == 1024
+    values = {"rows": 256, "summed": 1024, "columns": 3072}
+    assert kernels.small(k, values).shape == {"rows": 1024, "summed": 2048, "columns": 14336, "groups": 2}
+
+
+def test_a_kernel_is_compiled_once_for_all_shapes_that_are_alike_at_that_size(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        kernels.KernelCompiler, "_compile", lambda self, *request: asked.append(request) or len(asked)
+    )
+    values = {"rows": 512, "summed": 1024, "columns": 512}
+    with kernels.KernelCompiler("v6e") as compiler:
+        for summed, groups in ((4096, 8), (14336, 8), (14336, 64), (1024, 8)):
+            k = matmul_tiles.key("gmm", "v6e", 65536, summed, 4096, groups, "bfloat16", 0)
+            compiler.compile(k, values, "")
+        compiler.compile(k, values | {"rows": 256}, "")
+    assert len(asked) == 3  # one tile of summed columns is another kernel than several
+
+
+def test_a_matrix_that_is_summed_in_one_step_is_fetched_once_for_its_group():
+    def per_flop(summed):
+        k = matmul_tiles.key("gmm", "v6e", 65536, summed, 4096, 8, "bfloat16", 0)
+        values = {"rows": 128, "summed": 1024, "columns": 512}
+        return kernels.call_seconds(k, values, "", Region(20, (Region(12, ()), Region(3, ())))) / summed
+
+    assert per_flop(1024) < 0.5 * per_flop(2048)
 
 
 def test_a_chip_without_a_compiler_is_refused():

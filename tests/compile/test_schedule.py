@@ -52,6 +52,20 @@ def test_a_transfer_behind_compute_shows_only_what_compute_does_not_cover(gather
     assert played.totals.communication["fsdp"] == gather_s
 
 
+def test_what_is_waited_for_in_loops_is_known_by_instruction_and_kind():
+    lines = ["ag = f32[1] all-gather(%p)", *ONE]
+    works = {
+        "ag": transfer(2.0, starts=False),
+        "ag-start": transfer(5.0, label="fsdp"),
+        "dot": compute(3.0),
+    }
+    assert replay(module(lines, 4), describe(works)).totals.waited == {
+        ("ag", True): pytest.approx(8.0),
+        ("ag-start", False): pytest.approx(8.0),
+    }
+    assert replay(module(lines), describe(works)).totals.waited == {}  # nothing stands before it to hide it
+
+
 def test_a_synchronous_collective_is_exposed_whole():
     lines = ["ag = f32[1] all-gather(%p)", "dot = f32[1] dot(%ag, %p)"]
     played = replay(module(lines), describe({"ag": transfer(2.0, starts=False), "dot": compute(3.0)}))

@@ -57,6 +57,19 @@ def test_a_search_ranks_what_fits_and_never_loses_the_config_that_was_given(comp
     assert best.parallelism == found.best.config.parallelism
 
 
+def test_the_fastest_mesh_is_tried_with_further_remat_policies(compiled_by_price):
+    config = load_config(None, [*BASE, "remat_policy=full"]).config
+    found = search.search_compiled(config, CLUSTER, top=9, seconds=60)
+    assert len(found.trials) == 10
+    meshes = [r.config.parallelism for r in compiled_by_price]
+    assert len(set(meshes[:7])) >= 6
+    assert len(set(meshes[7:])) == 1
+    policies = [(r.config.model.remat_policy, r.config.model.remat_tensors) for r in compiled_by_price[7:]]
+    assert len({str(p) for p in policies}) == 3
+    best = min(found.trials, key=lambda t: t.planned_s)
+    assert best.config.parallelism == meshes[-1]
+
+
 def test_a_search_that_ran_out_of_time_says_how_many_are_left(compiled_by_price):
     config = load_config(None, BASE).config
     found = search.search_compiled(config, CLUSTER, top=4, seconds=0)

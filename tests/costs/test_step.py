@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from slicewise.catalog import model, slices
+from slicewise.costs.communication import priced_collectives
 from slicewise.costs.device import device_of
 from slicewise.costs.layout import AttentionKernel, Degrees, Layout, Recipe
 from slicewise.costs.remat import POLICIES, custom
@@ -130,8 +131,11 @@ def test_a_stage_that_keeps_its_weights_gathers_them_once_and_holds_them():
     each = dataclasses.replace(once, pipeline_gathers_once=False)
     kept, dropped = (estimate(LLAMA8, cluster, layout, Recipe(), 4096) for layout in (once, each))
     # A gather and a scatter, instead of two gathers and a scatter for each microbatch.
-    assert dropped.communication_s["fsdp"] == pytest.approx(8 * 3 / 2 * kept.communication_s["fsdp"])
-    assert kept.exposed_s["fsdp"] == kept.communication_s["fsdp"]
+    over_fsdp = [
+        sum(p.sent_bytes for p in priced_collectives(LLAMA8, layout, Recipe(), 4096) if p.axes == {"fsdp"})
+        for layout in (once, each)
+    ]
+    assert over_fsdp[1] == pytest.approx(8 * 3 / 2 * over_fsdp[0])
     stage = LLAMA8.parameters - LLAMA8.embedding_parameters - LLAMA8.other_parameters
     assert kept.hbm_bytes["weights"] - dropped.hbm_bytes["weights"] == pytest.approx(2 * stage / 4)
 
@@ -141,8 +145,8 @@ def test_hops_are_those_of_every_tick_and_half_of_them_lie_beside_compute():
     e = estimate(LLAMA8, slices.cluster("v5p:4x4x4"), layout, Recipe(), 4096)
     twice = dataclasses.replace(layout, pipeline_microbatches=16)
     longer = estimate(LLAMA8, slices.cluster("v5p:4x4x4"), twice, Recipe(), 4096)
-    assert e.communication_s["pipeline"] == pytest.approx(2 * e.exposed_s["pipeline"])
-    assert longer.exposed_s["pipeline"] / e.exposed_s["pipeline"] == pytest.approx(19 / 11 / 2, rel=0.01)
+    assert e.communication_s["pipeline"] == pytest.approx(2 * e.exposed_s["pipeline"], rel=0.02)
+    assert longer.exposed_s["pipeline"] / e.exposed_s["pipeline"] == pytest.approx(19 / 11 / 2, rel=0.02)
 
 
 def test_more_slices_cost_dcn_and_waiting():

@@ -37,5 +37,7 @@ assert not wrong, wrong
 
 
 def test_other_threads_import_what_they_name_while_grain_is_imported():
-    ended = subprocess.run([sys.executable, "-c", IMPORTS_BESIDE], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", IMPORTS_BESIDE], capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 0, ended.stderr

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slicewise.catalog import chips
 from slicewise.errors import ExitCode, UserError
 from slicewise.kernels import tuned
 from slicewise.kernels.attention import chunked, tiles
@@ -102,7 +103,29 @@ def test_the_shipped_table_reads_and_its_tiles_fit():
         if e.key.kernel == tiles.KERNEL:
             length = e.key.shape["tokens"]
             assert all(length % size == 0 for size in tiles.Tiles(**e.values).__dict__.values())
+        else:
+            tile = tuple(e.values[name] for name in matmul_tiles.NAMES)
+            rows, summed, columns = tile
+            assert matmul_tiles.padded(e.key.shape["rows"]) % rows == 0
+            assert rows % matmul_tiles.SUBLANES == 0
+            for name, size in (("summed", summed), ("columns", columns)):
+                assert size % matmul_tiles.LANES == 0 or size == e.key.shape[name]
+            vmem_bytes = matmul_tiles.vmem_bytes(e.key.kernel, tile, 2)
+            assert vmem_bytes < chips.load(e.key.chip).vmem_bytes / 2
         assert e.untuned_seconds is None or e.seconds <= e.untuned_seconds
+
+
+@pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x"])
+def test_common_experts_have_tiles_of_their_own_that_are_used_by_default(chip, monkeypatch):
+    for e in tuned.shipped():
+        if e.key.kernel == "gmm" and e.key.chip == chip:
+            monkeypatch.setattr(tuned, "versions", lambda e=e: e.versions)
+            k = matmul_tiles.key("gmm", chip, *e.key.shape.values(), e.key.dtype, e.key.vmem_limit_kib)
+            rows = matmul_tiles.padded(e.key.shape["rows"])
+            assert matmul_tiles.chosen(k, rows) == tuple(e.values[name] for name in matmul_tiles.NAMES)
+            assert e.seconds < 0.99 * e.untuned_seconds
+            return
+    pytest.fail(f"no tiles of a grouped product for {chip}")
 
 
 def test_kernels_take_tuned_settings_and_else_those_of_the_rule():
@@ -122,6 +145,10 @@ def test_kernels_take_tuned_settings_and_else_those_of_the_rule():
     tile = {"rows": 256, "summed": 512, "columns": 128}
     tuned.keep(entry(k).model_copy(update={"values": tile}))
     assert matmul_tiles.chosen(k, matmul_tiles.padded(5000)) == (256, 512, 128)
+    for rows, tuned_too in ((20000, True), (1100, True), (1020, False), (40000, False)):
+        near = matmul_tiles.key("gmm", "v6e", rows, 512, 384, 8, "bfloat16", 0)
+        found = matmul_tiles.chosen(near, matmul_tiles.padded(rows))
+        assert (found == (256, 512, 128)) == tuned_too
     assert matmul_tiles.chosen(k, 272) == (272, 512, 384)  # rows that such tiles do not divide
 
 

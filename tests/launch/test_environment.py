@@ -1,6 +1,9 @@
 import socket
 
 from slicewise.launch.environment import JAX_PORT, coordinator_port, place_environment
+from slicewise.launch.job_folder import JobSpec
+from slicewise.launch.place import Place
+from slicewise.launch.worker import gang_environment
 from slicewise.launch.workers import Worker
 
 
@@ -40,3 +43,22 @@ def test_runs_on_one_machine_get_ports_of_their_own():
     assert coordinator_port(workers(2, 1)) == JAX_PORT
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert coordinator_port(workers(1, 2, "127.0.0.1")) not in (JAX_PORT, taken.getsockname()[1])
+
+
+def test_a_gang_of_one_slice_inherits_nothing_of_a_gang_of_several(monkeypatch):
+    """What points at slices that are gone makes libtpu wait for ever."""
+    for name in ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.setenv(name, "gone")
+    monkeypatch.setenv("KEPT", "1")
+    spec = JobSpec(
+        name="x",
+        submission="0" * 12,
+        target="queued-resource",
+        command=(),
+        config="",
+        slices=1,
+        hosts_per_slice=1,
+    )
+    made = gang_environment(spec, Place(0, 0, "10.0.0.1"), {"s0h0": "10.0.0.1"}, 1)
+    assert (made["KEPT"], made["TPU_WORKER_HOSTNAMES"]) == ("1", "10.0.0.1")
+    assert not any(name.startswith("MEGASCALE") for name in made)

@@ -233,6 +233,7 @@ def test_the_config_of_a_job_is_resolved_and_says_where_the_run_is(run_toml, cap
         (["--target", "jobset", "--type", "v6e-16", "output_directory=/disk"], "--image is missing"),
         (["--target", "jobset", "--image", "x", "output_directory=/disk"], "--type is missing"),
         (["--target", "queued-resource", "--type", "v6e-16"], "no emulator is running"),
+        (["--target", "queued-resource", "--type", "v6e-16", "--slices", "257"], "--slices 257: a queued resource"),
         (["--target", "queued-resource", "--type", "v6e-16", "--project", "my-project", "--zone", "us-east5-a"],
          "is a path of this machine, and the workers of a queued-resource job are elsewhere"),
         ([*LOCAL, "--replacement-wait", "-1"], "--replacement-wait"),

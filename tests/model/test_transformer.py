@@ -126,14 +126,15 @@ def test_documents_of_a_row_do_not_see_each_other():
         np.testing.assert_allclose(got, run(part, row_tokens(part)), atol=1e-5)
 
 
-def test_remat_changes_no_gradient():
+def test_remat_and_layers_of_a_round_change_no_gradient():
     spec = load("demo-tiny")
     params = transformer.init(spec, jax.random.key(0))
     tokens = by_row(jax.random.randint(jax.random.key(1), (2, 16), 0, spec.vocab))
 
-    def loss(params, policy):
+    def loss(params, policy, layers=1):
+        how = {"remat": policy, "layers_per_round": layers}
         states, _ = transformer.hidden_states(
-            params, spec, tokens, row_tokens(tokens), dtype=jnp.float32, remat=policy
+            params, spec, tokens, row_tokens(tokens), dtype=jnp.float32, **how
         )
         return next_token_loss(params, spec, states, tokens) / tokens.size
 
@@ -142,6 +143,8 @@ def test_remat_changes_no_gradient():
         jax.jit(jax.grad(lambda p, policy=policy: loss(p, policy)))(params)
         for policy in (remat.POLICIES["none"], remat.POLICIES["minimal"], remat.POLICIES["full"], moved)
     )
+    assert spec.layers % 3  # so that the last round has fewer
+    others.append(jax.jit(jax.grad(lambda p: loss(p, remat.POLICIES["full"], 3)))(params))
     for other in others:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), none, other)
 

@@ -14,6 +14,7 @@ from slicewise.costs.remat import POLICIES
 from slicewise.costs.shapes import model_shape
 from slicewise.costs.step import estimate
 from slicewise.errors import UserError
+from slicewise.plan.check import check_layout, check_recipe
 from slicewise.plan.layouts import ICI_ORDER, combine, dcn_rows, ici_rows, limits_of, placements
 from slicewise.plan.search import DEFAULT_RECIPE, SEARCHED_POLICIES, Workload, search
 
@@ -131,7 +132,7 @@ def test_weights_are_sharded_over_dcn_only_where_no_replica_fits():
     small = search(Workload(LLAMA8, 4096, 256), slices.cluster("v5e:4x4", 4))
     assert all(c.layout.dcn.fsdp == 1 for c in small.ranked)
     crowded = search(Workload(LLAMA70, 4096, 256), slices.cluster("v5e:8x8", 4))
-    assert crowded.ranked[0].layout.dcn.fsdp == 4
+    assert crowded.ranked[0].layout.dcn.fsdp > 1
     assert all(c.layout.dcn.fsdp > 1 or c.layout.dcn.pipeline > 1 for c in crowded.ranked)
 
 
@@ -170,6 +171,14 @@ def test_whatever_is_recommended_is_legal(batch, seq):
         assert LLAMA8.layers[0].attention.heads % i.tensor == 0
         assert 32 % i.pipeline == 0
         assert seq % i.context == 0
+        check_layout(LLAMA8, c.cluster, c.layout, seq)
+        check_recipe(LLAMA8, c.layout, c.recipe)
+
+
+def test_no_pipeline_is_recommended_with_activations_on_the_host():
+    policies = [policy for policy in SEARCHED_POLICIES if policy.offloaded]
+    result = search(Workload(LLAMA70, 4096, 256), slices.cluster("v5e:16x16"), policies=policies, top=200)
+    assert all(c.recipe.remat.offloaded and c.layout.total("pipeline") == 1 for c in result.ranked)
 
 
 def test_families_cover_every_layout_once():

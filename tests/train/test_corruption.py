@@ -61,10 +61,10 @@ class Corrupted:
 
     def __init__(self, monkeypatch, call, device):
         self.call, self.device, self.calls = call, device, 0
-        from slicewise.train import loop
+        from slicewise.train import programs
 
-        compile_update = loop._Run._compile_update
-        monkeypatch.setattr(loop._Run, "_compile_update", lambda run: self._around(compile_update(run)))
+        compile_update = programs.compile_update
+        monkeypatch.setattr(programs, "compile_update", lambda *given: self._around(compile_update(*given)))
 
     def _around(self, update):
         def corrupted(state, batch):

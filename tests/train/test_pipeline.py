@@ -78,6 +78,7 @@ def built(*overrides):
             ["ici_pipeline_parallelism=1", "ici_fsdp_parallelism=4", "pipeline_repeats=2"],
             "= 2 needs a pipeline",
         ),
+        (["remat_policy=qkv_proj_offloaded"], "pipeline = 2 does not go with .*query_proj.* on the host"),
     ],
 )
 def test_what_does_not_divide_is_refused_before_anything_is_compiled(overrides, message):

@@ -173,12 +173,12 @@ def test_a_collective_that_fails_points_at_the_other_workers():
 
 
 def test_a_step_that_runs_out_of_memory_ends_the_run_with_that_advice(trainer, monkeypatch):
-    from slicewise.train import loop
+    from slicewise.train import programs
 
     def exhausted(*_):
         raise JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.")
 
-    monkeypatch.setattr(loop._Run, "_compile_update", lambda self: exhausted)
+    monkeypatch.setattr(programs, "compile_update", lambda *_: exhausted)
     with pytest.raises(UserError, match="out of memory") as caught:
         trainer.train()
     assert caught.value.code == ExitCode.USER

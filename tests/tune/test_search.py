@@ -5,6 +5,7 @@ import time
 import pytest
 
 from slicewise.config import load_config, resolve_degrees
+from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.kernels import tuned
 from slicewise.kernels.tuned import Key
@@ -26,13 +27,17 @@ class Known:
 
     name = "measured"
 
-    def __init__(self, blocks=None, step=lambda config: 1.0, most=10**6):
+    def __init__(self, blocks=None, step=lambda config: 1.0, most=10**6, least=None):
+        self.least = least or {}
         self.blocks, self.asked, self._step, self.most = blocks or {}, [], step, most
 
     def kernel(self, problem, values, until_s):
         self.asked.append(values[problem.varying[0]])
         found = self.blocks[values[problem.varying[0]]]
         return (None, found) if isinstance(found, str) else (found, "")
+
+    def least_s(self, problem, values):
+        return self.least.get(values[problem.varying[0]], 0.0)
 
     def step(self, config, until_s):
         self.asked.append(config)
@@ -54,6 +59,14 @@ def test_the_fastest_setting_is_kept_beside_that_of_the_rule():
     (entry,) = found.entries
     assert (entry.seconds, entry.untuned_seconds, entry.tried) == (1.0, 2.0, 4)
     assert [t.problem for t in found.trials] == ["", "", "exceeds VMEM", ""]
+
+
+def test_what_cannot_be_faster_is_not_tried_and_the_most_promising_comes_after_the_rule():
+    judge = Known({512: 4.0, 64: 3.0, 256: 2.0}, least={512: 3.5, 128: 2.5, 64: 1.5, 256: 1.0, 32: 9.0})
+    outcome = Search(judge, 60).run(load_config(None).config, [of_blocks(512, 128, 32, 64, 256)], [], [])
+    assert judge.asked == [512, 256, 64]
+    assert outcome.skipped == 0  # nothing is left to do
+    assert tuned.find(KEY) == {"block": 256}
 
 
 def test_what_was_tried_counts_when_time_is_over_and_the_rest_is_said():
@@ -133,6 +146,20 @@ def test_a_tpu_has_attention_and_experts_to_tune_each_at_the_shape_of_a_device()
     assert all(p.key.shape["rows"] == 2 * 2048 * 2 for p in made[2:])
     for p in made:
         assert len(p.candidates) == len({p.shown(c) for c in p.candidates}) > 3
+
+
+def test_experts_in_a_pipeline_are_tuned_for_the_rows_of_one_microbatch():
+    def rows(*overrides):
+        made = found(Device("v6e", True), "model=mixtral-8x7b", "global_batch_size=64", *overrides)
+        return {p.key.shape["rows"] for p in made if p.key.kernel == "gmm"}
+
+    of_sequence = 2048 * 2  # each token goes to two experts
+    assert rows() == {16 * of_sequence}
+    assert rows("ici_pipeline_parallelism=2", "pipeline_microbatches=4") == {8 * of_sequence}
+    accumulated = ("pipeline_microbatches=2", "gradient_accumulation_steps=8")
+    assert rows("ici_pipeline_parallelism=2", *accumulated) == {2 * of_sequence}
+    with pytest.raises(UserError, match="pipeline_microbatches = 3 does not fit"):
+        rows("ici_pipeline_parallelism=2", "pipeline_microbatches=3")
 
 
 def test_layers_with_and_without_a_window_are_tuned_apart():

@@ -23,7 +23,7 @@ from slicewise.cli import (
     train,
     tune,
 )
-from slicewise.cli.verbs import Verbs
+from slicewise.cli.verbs import Parser, Verbs
 from slicewise.errors import ExitCode, UserError
 
 
@@ -82,7 +82,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="slicewise",
         description="Plan, prove, run and keep alive LLM training over accelerator slices.",
         epilog="'slicewise VERB --help' explains a verb. Exit codes: 0 done, 1 internal, 2 wrong input.",

@@ -175,9 +175,12 @@ def _queued_resource(arguments: argparse.Namespace, loaded: "LoadedConfig") -> P
     from slicewise.launch import job
     from slicewise.launch import queued_resources as qr
     from slicewise.launch.job_folder import JobFolder
+    from slicewise.launch.queued_resources.request import MAX_SLICES
     from slicewise.launch.targets import queued_resource as target
 
     one, count = _slice(arguments), quantities.whole(arguments.slices, "--slices")
+    if count > MAX_SLICES:
+        raise UserError(f"--slices {count}: a queued resource holds 1 to {MAX_SLICES} slices.")
     where = qr.find_target(arguments.project, arguments.zone, arguments.emulator)
     emulated = where.endpoint is not None
     spec, root = _spec(

@@ -160,15 +160,21 @@ def _wait_for(client: "Client", name: str, timeout_s: float | None, until: str =
 
     try:
         with _Waiting() as report:
-            api.wait(client, name, until=until, timeout_s=timeout_s, report=report)
+            if until == "ACTIVE":
+                api.wait_until_ready(client, name, timeout_s=timeout_s, report=report)
+            else:
+                api.wait(client, name, until=until, timeout_s=timeout_s, report=report)
     except KeyboardInterrupt:
-        print(
-            f"\n{name} stays: 'slicewise qr wait {name}' goes on waiting, 'slicewise qr delete {name} --force'"
-            " deletes it.",
-            file=sys.stderr,
+        _say_what_stays(
+            f"{name} stays: 'slicewise qr wait {name}' goes on waiting, 'slicewise qr delete {name} --force'"
+            " deletes it."
         )
         raise
     print(f"{name}: {until}")
+
+
+def _say_what_stays(text: str) -> None:
+    print(f"\n{text}", file=sys.stderr)
 
 
 def _create(arguments: argparse.Namespace) -> None:
@@ -176,7 +182,13 @@ def _create(arguments: argparse.Namespace) -> None:
 
     timeout_s, request = _timeout_s(arguments), _request(arguments)
     client = _client(arguments)
-    api.create(client, request)
+    try:
+        api.create(client, request)
+    except KeyboardInterrupt:
+        _say_what_stays(
+            f"{request.name} may have been made: 'slicewise qr describe {request.name}' shows it."
+        )
+        raise
     print(
         f"{request.name}: asked for {request.node_count} x {request.slice.accelerator_type} ({client.target})"
     )
@@ -339,9 +351,7 @@ def _reset(arguments: argparse.Namespace) -> None:
     api.reset(client, arguments.name)
     print(f"{arguments.name}: restarting")
     if not arguments.async_:
-        with _Waiting() as report:
-            api.wait_until_ready(client, arguments.name, report=report)
-        print(f"{arguments.name}: ACTIVE")
+        _wait_for(client, arguments.name, None)
 
 
 def _delete(arguments: argparse.Namespace) -> None:
@@ -355,10 +365,14 @@ def _delete_all(client: "Client", names: list[str], force: bool, async_: bool) -
     for name in names:
         api.delete(client, name, force=force)
         print(f"{name}: deleting")
-    for name in () if async_ else names:
-        with _Waiting() as report:
-            api.wait_until_gone(client, name, report=report)
-        print(f"{name}: gone")
+    try:
+        for name in () if async_ else names:
+            with _Waiting() as report:
+                api.wait_until_gone(client, name, report=report)
+            print(f"{name}: gone")
+    except KeyboardInterrupt:
+        _say_what_stays("the deletion goes on: 'slicewise qr list' shows what is left.")
+        raise
 
 
 def _gc(arguments: argparse.Namespace) -> None:

@@ -3,14 +3,24 @@
 import argparse
 import re
 from collections.abc import Callable
+from typing import Any, NoReturn
+
+from slicewise.errors import ExitCode
 
 Verb = Callable[[argparse.Namespace], int | None]
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors as everywhere else: what is wrong, and where to look, instead of every option there is."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(ExitCode.USER, f"slicewise: {message}. '{self.prog} --help' explains it.\n")
 
 
 class Verbs:
     """The verbs of the command, or of one verb that has its own."""
 
-    def __init__(self, subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"):
+    def __init__(self, subparsers: "argparse._SubParsersAction[Any]"):
         self._subparsers = subparsers
 
     def add(self, name: str, verb: Verb, help: str) -> argparse.ArgumentParser:

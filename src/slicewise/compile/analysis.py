@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slicewise.compile import hlo
-from slicewise.compile.collectives import Layout
+from slicewise.compile.collectives import OPS, Layout
 from slicewise.compile.compiler import Compiled, Request
 from slicewise.compile.memory import Memory, memory_of
 from slicewise.compile.places import places
@@ -36,6 +36,23 @@ class Communication:
     @property
     def overlapped_s(self) -> float:
         return max(0.0, self.seconds - self.exposed_s)
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Collectives of one kind and place that the core waits for in loops over layers, of one step."""
+
+    op: str
+    part: str  # of the model
+    of_pass: str
+    is_synchronous: bool
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """Such as 'all-reduce of mlp, backward: synchronous'."""
+        why = "synchronous" if self.is_synchronous else "asynchronous, but needed before it ends"
+        return f"{self.op} of {self.part}, {self.of_pass}: {why}"
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,18 @@ class CompiledStep:
         if not could_s:
             return None
         return max(0.0, 1 - sum(c.looped_exposed_s for c in free) / could_s)
+
+    @property
+    def exposed_in_loops(self) -> tuple[Exposed, ...]:
+        """The longest first."""
+        sums: dict[tuple[str, str, str, bool], float] = {}
+        for (name, is_synchronous), seconds in self.replay.totals.waited.items():
+            op = next((op for op in OPS if name.startswith(op)), None)
+            if op is not None:
+                key = (op, *self.places[name], is_synchronous)
+                sums[key] = sums.get(key, 0.0) + seconds
+        found = [Exposed(*key, seconds) for key, seconds in sums.items()]
+        return tuple(sorted(found, key=lambda e: -e.seconds))
 
     @property
     def hardware_utilisation(self) -> float:

@@ -11,8 +11,8 @@ import numpy as np
 from slicewise.catalog.slices import Cluster
 from slicewise.compile.hlo import Instruction
 from slicewise.costs.device import Device
+from slicewise.costs.network import network_of
 from slicewise.costs.torus import AxisLinks
-from slicewise.costs.traffic import network_of
 
 DIMS = "xyz"
 DCN = "dcn"

@@ -307,15 +307,16 @@ class _Child:
         return next(iter(sorted(self.dump.glob(f"module_*.{module}.*.{suffix}"))), None)
 
     def _schedule_is_there(self) -> bool:
-        """The last file of the schedule is written whole: all others were before it.
+        """All files of the schedule are there, and the one that is written last is whole.
 
         The one after it, of the same instructions, has to wait for the machine code of the SparseCores, which on TPU7x
         takes longer than all that came before.
         """
-        path = self._dumped("after_optimizations.txt")
-        if path is None:
+        names = ("-live-range.txt", "-buffer-assignment.txt", ".txt")
+        paths = [path for name in names if (path := self._dumped(f"after_optimizations{name}"))]
+        if len(paths) < len(names) or not all(path.stat().st_size for path in paths):
             return False
-        text = path.read_bytes()
+        text = paths[-1].read_bytes()
         return text.rstrip().endswith(b"}") and b"\nENTRY " in text  # the entry computation comes last
 
     def _facts(self, process: subprocess.Popen, has_schedule: bool) -> dict[str, Any]:

@@ -263,7 +263,8 @@ def _tables(head: str) -> tuple[dict[int, Frame], dict[int, tuple[int, int]]]:
 def trip_count(module: Module, caller: Computation, loop: Instruction) -> int:
     """How often the body of ``loop`` runs: a counter from a constant, compared with a constant, stepped by a constant.
 
-    Raises ValueError where it is not of that kind.
+    Once where it is compared with a number that only the device knows: the rounds in which tokens reach experts, of
+    which balanced ones need one. Raises ValueError where it is of neither kind.
     """
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(known[1])
@@ -278,6 +279,8 @@ def trip_count(module: Module, caller: Computation, loop: Instruction) -> int:
         inclusive = 1 if direction in ("LE", "GE") else 0
         span = (limit - start) * (1 if step > 0 else -1)
         return max(0, -(-(span + inclusive) // abs(step)))
+    if _is_up_to_the_device(condition):
+        return 1
     raise ValueError(f"loop {loop.name}: its number of rounds cannot be told from its condition")
 
 
@@ -306,6 +309,11 @@ def _comparison(module: Module, condition: Computation) -> list[tuple[int, int, 
         flipped = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
         return [(right_index, left, flipped)]
     return []
+
+
+def _is_up_to_the_device(condition: Computation) -> bool:
+    root = condition.root
+    return root.opcode == "compare" and None not in [_index_of(condition, name) for name in root.operands]
 
 
 def _index_of(computation: Computation, name: str) -> int | None:

@@ -33,7 +33,8 @@ def main() -> None:
                 lowered = jax.jit(program.function).lower(*program.operands)
                 lowered.compile(compiler_options=options)
         except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as e:
-            error = str(e).strip().splitlines()[0] or type(e).__name__
+            said = str(e).strip().splitlines() or [type(e).__name__]
+            error = " ".join(said[:2])  # the sizes are in the second line
         print(json.dumps({"error": error}), file=answers, flush=True)
 
 

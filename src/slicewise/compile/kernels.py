@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slicewise.catalog import chips
 from slicewise.compile import bundles
@@ -36,6 +37,7 @@ CALLS = {
 # The smallest slice of a chip that the compiler has.
 ONE_CHIP = {"v5e": "1x1", "v6e": "1x1"}
 LISTING = "final_bundles"
+EXCEEDS = "exceeds VMEM"
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class KernelCompiler:
         self.topology = f"{COMPILER_NAMES[chip]}:{ONE_CHIP.get(chip, '2x2x1')}"
         self.folder = Path(tempfile.mkdtemp(prefix="slicewise-kernels-"))
         self.process: subprocess.Popen[bytes] | None = None
+        self._compiled: dict[str, Compiled] = {}  # by what was asked
 
     def __enter__(self) -> "KernelCompiler":
         return self
@@ -77,13 +80,22 @@ class KernelCompiler:
         max_logit: float | None = None,
         timeout_s: float = 600.0,
     ) -> Compiled:
-        """``key`` at a few tiles' size. Raises CompileFailed where the compiler crashes or takes too long."""
+        """``key`` at a few tiles' size, once for all keys that are the same at that size.
+
+        Raises CompileFailed where the compiler crashes or takes too long.
+        """
         request = {
             "key": small(key, values).model_dump(),
             "values": dict(values),
             "part": part,
             "max_logit": max_logit,
         }
+        said = json.dumps(request, sort_keys=True)
+        if said not in self._compiled:
+            self._compiled[said] = self._compile(request, CALLS[key.kernel, part], timeout_s)
+        return self._compiled[said]
+
+    def _compile(self, request: Mapping[str, Any], call: str, timeout_s: float) -> Compiled:
         process = self.process or self._start()
         assert process.stdin is not None
         process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -92,7 +104,7 @@ class KernelCompiler:
         try:
             if answer["error"]:
                 return Compiled(None, _said(answer["error"]))
-            return Compiled(self._regions(CALLS[key.kernel, part]))
+            return Compiled(self._regions(call))
         finally:
             for path in self._dump.iterdir():
                 path.unlink()
@@ -160,7 +172,7 @@ class KernelCompiler:
 def _said(error: str) -> str:
     """The compiler's sentence, with what matters first."""
     if "vmem" in error.lower():
-        return f"exceeds VMEM: {error}"
+        return f"{EXCEEDS}: {error}"
     return error
 
 
@@ -175,6 +187,9 @@ def small(key: Key, values: Mapping[str, int]) -> Key:
         shape["window"] = min(shape["window"], shape["tokens"])
     else:
         shape["rows"], shape["groups"] = min(shape["rows"], 4 * values["rows"]), 2
+        for name in ("summed", "columns"):
+            if shape[name] % values[name] == 0:  # else a last tile stands over, which has code of its own
+                shape[name] = min(shape[name], 2 * values[name])
     return key.model_copy(update={"shape": shape})
 
 
@@ -184,6 +199,12 @@ def call_seconds(key: Key, values: Mapping[str, int], part: str, regions: bundle
     if key.kernel == "splash":
         return _splash_s(key, values, part, regions, device)
     return _grouped_s(key, values, regions, device)
+
+
+def least_seconds(key: Key, values: Mapping[str, int], part: str) -> float:
+    """Below what call_seconds can say, without compiling: by products, bytes and starts of steps alone."""
+    nothing = bundles.Region(0, ())
+    return call_seconds(key, values, part, bundles.Region(0, (nothing, nothing)))
 
 
 def _splash_s(
@@ -233,7 +254,9 @@ def _grouped_s(key: Key, values: Mapping[str, int], regions: bundles.Region, dev
     around = max(0, regions.bundles - sum(sorted(r.bundles for r in regions.branches)[-2:]))
     flops = 2.0 * tile["rows"] * tile["summed"] * tile["columns"]
     precision = {"int8": "int8"}.get(key.dtype, "fp8" if size == 1 else "bf16")
-    moved = size * tile["summed"] * (tile["rows"] + tile["columns"])  # operands of a step
+    # Operands of a step; a matrix that is summed in one step stays while the rows of its group pass.
+    fetched = 1.0 if summed > 1 else min(1.0, shape["groups"] / rows)
+    moved = size * tile["summed"] * (tile["rows"] + tile["columns"] * fetched)
     if key.kernel == "tgmm":  # operands of a step are both by rows, and the result stays while rows pass
         moved = size * tile["rows"] * (tile["summed"] + tile["columns"])
         written = 4.0 * shape["groups"] * shape["summed"] * shape["columns"] / steps

@@ -31,6 +31,7 @@ class Work:
     flops: float = 0.0
     is_start: bool = False
     estimated: bool = False
+    op: str = ""  # of a collective, as in collectives.OPS
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Totals:
     # The same two of what runs in loops: before and behind it stand other rounds, whose compute could hide it.
     looped: dict[str, float] = field(default_factory=dict)
     looped_exposed: dict[str, float] = field(default_factory=dict)
+    # Of that, by (instruction, whether it is synchronous).
+    waited: dict[tuple[str, bool], float] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)  # instruction -> FLOPs
     host_bytes: float = 0.0
 
@@ -68,6 +71,7 @@ class Totals:
         _add(self.exposed, other.exposed, times)
         _add(self.looped, other.looped, times)
         _add(self.looped_exposed, other.looped_exposed, times)
+        _add(self.waited, other.waited, times)
         _add(self.flops, other.flops, times)
         self.host_bytes += times * other.host_bytes
 
@@ -238,7 +242,7 @@ class _Player:
             return
         taken_s = end_s - self.now_s
         if work.kind == "collective" or work.resources:
-            _expose(totals, work.label, taken_s, depth)
+            _expose(totals, work.label, taken_s, depth, (i.name, True))
         else:
             key = (work.kind, i.name)
             totals.seconds[key] = totals.seconds.get(key, 0.0) + taken_s
@@ -257,7 +261,7 @@ class _Player:
         if work is None or waited_s <= 0:
             return
         label = work.label or work.kind
-        _expose(totals, label, waited_s, depth)
+        _expose(totals, label, waited_s, depth, (name, False))
         if record:
             wait = Work("wait", waited_s, label=label)
             self.spans.append(Span(CORE, self.now_s, waited_s, i, wait, depth))
@@ -283,10 +287,11 @@ class _Player:
         return ""
 
 
-def _expose(totals: Totals, label: str, seconds: float, depth: int) -> None:
+def _expose(totals: Totals, label: str, seconds: float, depth: int, by: tuple[str, bool]) -> None:
     totals.exposed[label] = totals.exposed.get(label, 0.0) + seconds
     if depth:
         totals.looped_exposed[label] = totals.looped_exposed.get(label, 0.0) + seconds
+        totals.waited[by] = totals.waited.get(by, 0.0) + seconds
 
 
 def is_done(module: Module, i: Instruction) -> bool:

@@ -1,7 +1,8 @@
 """Layouts judged by the compiler: the planner proposes, each proposal is compiled to its schedule, time decides."""
 
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from slicewise.catalog.slices import Cluster
@@ -12,7 +13,7 @@ from slicewise.costs.shapes import model_shape
 from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.plan.run_config import Value, as_overrides, beyond_config, config_values, priced, workload_of
-from slicewise.plan.search import Candidate, search
+from slicewise.plan.search import Candidate, Workload, remat_candidates, search
 
 
 @dataclass(frozen=True)
@@ -55,28 +56,40 @@ def search_compiled(
     seconds: float,
     progress: Progress = lambda done, of, trial: None,
 ) -> Found:
-    """Compiles ``config`` and the planner's ``top`` best layouts of the same work on ``cluster`` to their schedules.
+    """Compiles ``config`` and ``top`` proposals of the planner for the same work on ``cluster`` to their schedules.
 
+    Two thirds are its best meshes, each with the remat policy it thinks best; the others are further remat policies on
+    the mesh that the compiler found fastest, for what moving and recomputing cost is where the two differ most.
     What an earlier search compiled is taken from the cache, so that one that was interrupted goes on where it was. Once
     ``seconds`` have passed no further layout is begun. Raises UserError when the planner knows no layout.
     """
     until_s = time.monotonic() + seconds
-    proposals = [
-        Trial(config, "as given", _priced_s(config, cluster), None),
-        *_proposals(config, cluster, top),
-    ]
     trials: list[Trial] = []
-    for number, proposal in enumerate(proposals):
-        request = Request(proposal.config, cluster)
-        left_s = until_s - time.monotonic()
-        if left_s <= 0 and not request.is_cached:
-            continue
-        trials.append(_tried(request, proposal, max(left_s, 1.0)))
-        progress(number + 1, len(proposals), trials[-1])
-    ranked = sorted(
-        trials, key=lambda t: (not t.counts, t.step.estimate.step_time_s if t.step else float("inf"))
-    )
-    return Found(tuple(ranked), len(proposals) - len(trials))
+    proposed = 0
+
+    def compile_all(proposals: list[Trial], of: int) -> None:
+        nonlocal proposed
+        for proposal in proposals:
+            proposed += 1
+            request = Request(proposal.config, cluster)
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 and not request.is_cached:
+                continue
+            trials.append(_tried(request, proposal, max(left_s, 1.0)))
+            progress(proposed, of, trials[-1])
+
+    meshes = _meshes(config, cluster, top - top // 3)
+    given = Trial(config, "as given", _priced_s(config, cluster), None)
+    compile_all([given, *meshes], 1 + len(meshes) + top // 3)
+    policies = _policies(config, cluster, trials, top // 3)
+    compile_all(policies, proposed + len(policies))
+    if not trials:
+        proposed += top // 3  # which are unknown before there is a fastest mesh
+    return Found(tuple(sorted(trials, key=_rank)), proposed - len(trials))
+
+
+def _rank(trial: Trial) -> tuple[bool, float]:
+    return not trial.counts, trial.step.estimate.step_time_s if trial.step else float("inf")
 
 
 def _tried(request: Request, proposal: Trial, timeout_s: float) -> Trial:
@@ -96,22 +109,39 @@ def _priced_s(config: RunConfig, cluster: Cluster) -> float | None:
         return None
 
 
-def _proposals(config: RunConfig, cluster: Cluster, top: int) -> list[Trial]:
+def _meshes(config: RunConfig, cluster: Cluster, most: int) -> list[Trial]:
     """The planner's best layouts that a config can ask for, the fastest first."""
+    work = workload_of(config, model_shape(load_spec(config.model.model)))
+    ranked = search(work, cluster, top=10 * most, families=False).ranked
+    return list(itertools.islice(_proposals(config, work, ranked, [config]), most))
+
+
+def _policies(config: RunConfig, cluster: Cluster, trials: Sequence[Trial], most: int) -> list[Trial]:
+    """Further remat policies on the mesh of the fastest of ``trials``, the planner's best first."""
     shape = model_shape(load_spec(config.model.model))
-    work = workload_of(config, shape)
-    found: list[Trial] = []
-    for candidate in search(work, cluster, top=10 * top, families=False).ranked:
+    best = min(trials, key=_rank, default=None)
+    if best is None or not best.counts:
+        return []
+    try:
+        base = priced(best.config, shape, cluster)
+    except UserError:  # as in _priced_s
+        return []
+    work, tried = workload_of(config, shape), [t.config for t in trials]
+    return list(itertools.islice(_proposals(config, work, remat_candidates(work, base), tried), most))
+
+
+def _proposals(
+    config: RunConfig, work: Workload, candidates: Iterable[Candidate], tried: Sequence[RunConfig]
+) -> Iterator[Trial]:
+    """Those of ``candidates`` that a config can ask for and that are not among ``tried``."""
+    for candidate in candidates:
         if beyond_config(candidate):
             continue
         values = config_values(work, candidate, model=config.model.model)
         proposal = with_overrides(config, as_overrides(values))
-        if proposal != config:
+        if proposal not in tried:
             planned_s = candidate.estimate.step_time_s
-            found.append(Trial(proposal, layout_name(candidate), planned_s, None, changed=values))
-        if len(found) == top:
-            break
-    return found
+            yield Trial(proposal, layout_name(candidate), planned_s, None, changed=values)
 
 
 def layout_name(candidate: Candidate) -> str:

@@ -11,6 +11,10 @@ from slicewise.compile.schedule import HOST as HOST_COPIES
 from slicewise.costs.device import Device
 
 _DCN_PAIR = re.compile(r"\{(\d+)\d{5}->(\d+)\d{5}\}")  # slices from 1, and devices within them
+_DCN_OPS = {
+    "ALL_REDUCE": "all-reduce", "REDUCE_SCATTER": "reduce-scatter", "ALL_GATHER": "all-gather",
+    "ALL_TO_ALL": "all-to-all", "ONE_TO_ONE": "collective-permute", "PERMUTE": "collective-permute",
+}  # fmt: skip
 _DCN_ROUNDS = {"ALL_REDUCE": 2}  # of (n-1)/n of what enters; others one
 
 
@@ -120,7 +124,8 @@ class Describer:
         if kind in ("ALL_GATHER", "ONE_TO_ONE", "PERMUTE"):
             moved = i.shape[0].bytes * (slices - 1 if kind == "ALL_GATHER" else 1)
         seconds = moved / self.device.dcn_bytes_per_s
-        return Work("collective", seconds, (DCN,), self._dcn_label(i), moved, is_start=True)
+        op = _DCN_OPS.get(kind, "all-reduce")
+        return Work("collective", seconds, (DCN,), self._dcn_label(i), moved, is_start=True, op=op)
 
     def _dcn_label(self, i: Instruction) -> str:
         """The mesh axes that join slices, of a transfer from one to one those that join the two. It names slices, and
@@ -159,7 +164,9 @@ def _collective_in(module: Module, computation: Computation) -> Instruction | No
 
 def _work(known: Collective, i: Instruction, *, starts: bool | None = None) -> Work:
     begins = i.opcode.endswith("-start") if starts is None else starts
-    return Work("collective", known.seconds, known.resources, known.label, known.bytes_, is_start=begins)
+    return Work(
+        "collective", known.seconds, known.resources, known.label, known.bytes_, is_start=begins, op=known.op
+    )
 
 
 def _with(work: Work, resource: str) -> Work:

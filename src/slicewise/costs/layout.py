@@ -105,6 +105,7 @@ class Recipe:
     moment_shards: Number = 1  # replicas that share them out (ZeRO-1)
     moments_on_host: bool = False
     gradient_bytes: int = 4
+    summed_bytes: int = 4  # of a gradient while it is summed over devices
 
 
 def place(slice_: Slice, ici: Degrees) -> tuple[torus.AxisLinks, ...] | None:

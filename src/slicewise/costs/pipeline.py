@@ -1,6 +1,7 @@
 """What a pipeline may be: stages and rounds that divide the layers, microbatches that divide the batch."""
 
 from slicewise.costs.parallelism import pipeline_bubble
+from slicewise.costs.remat import RematPolicy
 from slicewise.errors import UserError
 
 MOST_IDLE = 0.1  # share of a step that a pipeline should idle at most
@@ -13,6 +14,15 @@ def check_together(stages: int, context: int) -> None:
         raise UserError(
             f"pipeline = {stages} does not go with context = {context}: a stage has whole sequences; set one of them"
             " to 1."
+        )
+
+
+def check_remat(stages: int, remat: RematPolicy) -> None:
+    """Raises UserError for activations that wait on the host within the stages of a pipeline."""
+    if stages > 1 and remat.offloaded:
+        raise UserError(
+            f"pipeline = {stages} does not go with {', '.join(sorted(remat.offloaded))} on the host: the TPU compiler"
+            " refuses such a program; keep them on the device or recompute them."
         )
 
 

@@ -13,18 +13,9 @@ from slicewise.costs.device import Device, device_of
 from slicewise.costs.flops import model_flops
 from slicewise.costs.layout import Layout, Number, Recipe, place
 from slicewise.costs.memory import loss_chunks, memory_bytes, saved_width, trained_parameters
+from slicewise.costs.network import Move, Network, network_of
 from slicewise.costs.shapes import Layer, ModelShape
-from slicewise.costs.traffic import (
-    Network,
-    context_traffic,
-    expert_traffic,
-    gradient_traffic,
-    network_of,
-    pipeline_hop,
-    pipeline_traffic,
-    tensor_traffic,
-    weight_traffic,
-)
+from slicewise.costs.traffic import Moves, end_moves, hop_moves, layer_moves
 from slicewise.errors import UserError
 
 Parts = dict[str, Number]
@@ -117,30 +108,34 @@ def layer_passes(
     """The forward and the backward pass of one layer; gradients of data replicas are reduced once in
     ``micro``."""
     forward, backward, again = layer_compute(layer, work, device, recipe)
-    weights = weight_traffic(layer, layout, net, recipe)
-    tensor = tensor_traffic(layer, work, layout, net, recipe)
-    context = context_traffic(layer, work, layout, net, recipe)
-    expert = expert_traffic(layer, work, layout, net, recipe)
-    data, dcn_data = gradient_traffic(layer, layout, net, recipe)
-    steps = layout.accumulation_steps
+    moves = layer_moves(layer, work, layout, recipe, micro)
+    each, at_ends = seconds_of(moves, net), seconds_of(at_ends_of(moves, layout), net)
     host = work.tokens * ACT * saved_width(layer, recipe, work.tensor, where="host") / device.host_bytes_per_s
-    return (
-        Pass(
-            (forward,),
-            {"fsdp": weights.gather_s, "tensor": tensor[0], "context": context[0], "expert": expert[0],
-             "dcn fsdp": weights.dcn_gather_s},
-            host,
-            {"fsdp": weights.gather_s * steps, "dcn fsdp": weights.dcn_gather_s * steps},
-        ),
-        Pass(
-            (backward, again),
-            {"fsdp": weights.gather_s + weights.scatter_s, "tensor": tensor[1], "context": context[1],
-             "expert": expert[1], "data": data / micro, "dcn data": dcn_data / micro,
-             "dcn fsdp": weights.dcn_gather_s + weights.dcn_scatter_s},
-            host,
-            {"fsdp": weights.scatter_s * steps, "dcn fsdp": weights.dcn_scatter_s * steps},
-        ),
-    )  # fmt: skip
+    return Pass((forward,), each[0], host, at_ends[0]), Pass((backward, again), each[1], host, at_ends[1])
+
+
+def seconds_of(moves: Moves, net: Network) -> tuple[Parts, Parts]:
+    """Seconds of all ``moves`` by the axis that they count to, of the forward and of the backward pass."""
+    passes: tuple[Parts, Parts] = {}, {}
+    for move in moves:
+        one = move.seconds(net)
+        for parts, times in zip(passes, (move.forward, move.backward), strict=True):
+            parts[move.axis] = parts.get(move.axis, 0.0) + times * one
+    return passes
+
+
+def at_ends_of(moves: Moves, layout: Layout) -> Moves:
+    """What a stage that keeps its gathered weights does with them once a step: no gathers for the backward pass."""
+    steps = layout.accumulation_steps
+    return tuple(
+        replace(m, forward=m.forward * steps, backward=m.backward * steps * is_of_gradients(m))
+        for m in moves
+        if m.axis in ("fsdp", "dcn fsdp")
+    )
+
+
+def is_of_gradients(move: Move) -> bool:
+    return move.op != "all-gather" or move.of_gradients
 
 
 def price(
@@ -177,27 +172,57 @@ def price(
             for axis, spent in one.communication.items():
                 communication[axis] = communication.get(axis, 0.0) + layers * micro * spent
                 exposed[axis] = exposed.get(axis, 0.0) + layers * micro * shown[axis]
-    parameters = trained_parameters(shape, layout)
-    hop = pipeline_traffic(shape.d_model, work, layout, net)
-    # Stages hold consecutive layers, and a circular schedule deals them out: weights there, gradients back.
-    dealt_bytes = np.where(layout.pipeline_repeats > 1, 2 * ACT * parameters * (stages - 1) / stages, 0.0)
-    dealt = pipeline_hop(dealt_bytes, layout, net)
     steps, hops_s = layout.accumulation_steps, 0.0
-    for axis, moved, deal in zip(("pipeline", "dcn pipeline"), hop, dealt, strict=True):
-        exposed[axis] = (moved * layout.ticks + np.where(dealt_bytes > 0, deal, 0.0)) * steps
+    for pieces in zip(*stage_moves(shape, work, layout), strict=True):
         # Of the two hops of a tick the one that brings and takes microbatches lies beside its work.
-        communication[axis] = exposed[axis] + moved * layout.ticks * steps
+        moved, dealt = ((m.forward + m.backward) * m.seconds(net) for m in pieces)
+        axis = pieces[0].axis
+        exposed[axis] = moved / 2 + dealt
+        communication[axis] = moved + dealt
         hops_s = hops_s + exposed[axis]
     bubble = stage_s * steps * (stages - 1) / layout.pipeline_repeats
-    compute["output"] = output_s(shape, work, device, recipe) * micro / stages
+    ends = ends_pass(shape, work, device, layout, net, recipe)
+    ends_s, shown, _ = ends.time(device, recipe)
+    compute["output"] = ends.compute[0].total
+    for axis, spent in ends.communication.items():
+        communication[axis] = communication.get(axis, 0.0) + spent
+        exposed[axis] = exposed.get(axis, 0.0) + shown[axis]
+    parameters = trained_parameters(shape, layout)
     compute["optimizer"] = optimizer_s(parameters, device, recipe)
     moments_s = moment_copies_s(parameters, device, recipe)
-    total = stage_s * micro + bubble + hops_s + once_s
-    total = total + compute["output"] + compute["optimizer"] + moments_s
+    total = stage_s * micro + bubble + hops_s + once_s + ends_s + compute["optimizer"] + moments_s
     d = layout.dcn
     wait = total * device.kernels.straggler * np.log2(d.data * d.fsdp * d.pipeline)
     other = {"pipeline bubble": bubble, "host copies": host_wait + moments_s, "slowest slice": wait}
     return StepCosts(total + wait, compute, exposed, communication, other)
+
+
+def stage_moves(shape: ModelShape, work: Shard, layout: Layout) -> tuple[Moves, Moves]:
+    """A step's hops of microbatches between stages, and of weights where a circular schedule deals layers out.
+
+    At each tick a microbatch goes on to the next stage, and another one nearer to its first or from its last. Stages
+    hold consecutive layers whatever the schedule: weights go to where they are used, and gradients back.
+    """
+    steps, t, stages = layout.accumulation_steps, layout.ici.tensor, layout.total("pipeline")
+    ticks = 2 * layout.ticks * steps
+    dealt_bytes = ACT * trained_parameters(shape, layout) * (stages - 1) / stages
+    deals = np.where(layout.pipeline_repeats > 1, steps, 0)
+    return (
+        hop_moves(ACT * work.tokens * shape.d_model / t, layout, ticks, ticks),
+        hop_moves(dealt_bytes, layout, deals, deals),
+    )
+
+
+def ends_pass(
+    shape: ModelShape, work: Shard, device: Device, layout: Layout, net: Network, recipe: Recipe
+) -> Pass:
+    """The embedding and the loss of all microbatches of a step, both passes at once."""
+    stages, steps = layout.total("pipeline"), layout.accumulation_steps
+    share = layout.pipeline_microbatches / stages
+    moves = end_moves(shape, work.tokens * share, layout, recipe)
+    there, back = seconds_of(moves, net)
+    output = Compute(output_s(shape, work, device, recipe) * share * steps, 0.0, 0.0, 0.0)
+    return Pass((output,), {axis: steps * (there[axis] + back[axis]) for axis in there}, 0.0, {})
 
 
 def _split(one: Pass, is_staged: Number, keeps: Number, micro: Number) -> tuple[Parts, Pass]:

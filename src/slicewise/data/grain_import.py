@@ -20,7 +20,7 @@ def load() -> Any:
     """
     with _lock:
         if not sys.modules.get("grain"):
-            epy = importlib.import_module("etils.epy")
+            epy: Any = importlib.import_module("etils.epy")
             lazy_imports = epy.lazy_imports
             epy.lazy_imports = _uninterrupted(lazy_imports)
             try:

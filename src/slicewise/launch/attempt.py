@@ -100,6 +100,7 @@ class Attempt:
     killed: list[Child] = field(default_factory=list)  # by us, for which they are not to blame
     deadline_s: float | None = None
     overdue: bool = False  # the deadline is for stragglers after others were done: missing it is a failure
+    has_stepped: bool = False  # any of them has
     abandoned: bool = False  # another attempt has taken its place
     next_orders_s: float = 0.0
 
@@ -178,6 +179,7 @@ class Attempt:
         if self.supervision:
             self.supervision.saw(child.index, event)
             child.note(event)
+        self.has_stepped = self.has_stepped or event.get("event") in ("step", "progress")
         if event.get("event") == "error":
             self._on_failure(_Failure(child, error=event))
         elif child.index == 0:
@@ -213,7 +215,8 @@ class Attempt:
             return
         if self.on_failure:
             self.on_failure()
-        self._allow(PREEMPTED_GRACE_S if failure.code == ExitCode.PREEMPTED else self.failure_grace_s)
+        has_saved = failure.code == ExitCode.PREEMPTED and self.has_stepped
+        self._allow(PREEMPTED_GRACE_S if has_saved else self.failure_grace_s)
 
     def _allow(self, grace_s: float) -> None:
         """All have this long to end, unless less was left."""

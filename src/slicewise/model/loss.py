@@ -89,6 +89,8 @@ def _local(
     first = jax.lax.axis_index(vocab_axes) * whole.shape[vocab_dim]
     chunks = _chunks(x_BTD, targets_BT, loss)
     of_matrix = with_gradients and not loss.is_frozen
+    # Scattered along its rows of a whole vocabulary, the compiler would sum the matrix and only then cut it.
+    by_row = loss.tied or math.prod(jax.lax.axis_size(axis) for axis in embed_axes) > 1
 
     def chunk(carry: tuple, tokens: tuple) -> tuple[tuple, jax.Array | None]:
         total, gradient = carry
@@ -100,11 +102,12 @@ def _local(
         gradient_CV = gradient_CV.astype(x_CD.dtype)
         x_gradient_CD = _product(gradient_CV, whole, (1, vocab_dim)).astype(x_CD.dtype)
         if of_matrix:
-            left, right = (gradient_CV, x_CD) if loss.tied else (x_CD, gradient_CV)
+            left, right = (gradient_CV, x_CD) if by_row else (x_CD, gradient_CV)
             gradient = gradient + _product(left, right, (0, 0))
         return (total + total_chunk, gradient), jax.lax.psum(x_gradient_CD, vocab_axes)
 
-    start = jnp.zeros(whole.shape, jnp.float32) if of_matrix else None
+    shape = whole.shape if by_row == loss.tied else whole.shape[::-1]
+    start = jnp.zeros(shape, jnp.float32) if of_matrix else None
     (total, gradient), x_gradient = jax.lax.scan(chunk, (jnp.zeros((), jnp.float32), start), chunks)
     total = jax.lax.psum(total, token_axes)
     if not with_gradients:
@@ -115,10 +118,11 @@ def _local(
         return total, x_gradient
     others = tuple(axis for axis in token_axes if axis not in embed_axes)
     summed = jax.lax.psum_scatter(
-        gradient.astype(x_BTD.dtype), embed_axes, scatter_dimension=1 - vocab_dim, tiled=True
+        gradient.astype(x_BTD.dtype), embed_axes, scatter_dimension=int(by_row), tiled=True
     )
     # The layers' backward pass waits for it: else the whole matrix in float32 is held until the end of the step.
     x_gradient, summed = jax.lax.optimization_barrier((x_gradient, summed))
+    summed = summed if by_row == loss.tied else summed.T
     return total, x_gradient, jax.lax.psum(summed, others).astype(weight.dtype)
 
 

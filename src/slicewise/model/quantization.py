@@ -196,7 +196,7 @@ def _linear(
     x_limit, weight_limit = _limits(range_2, how)
     q_x = _quantized(x, range(lead), how, x_limit)
     q_weight = _gathered(_quantized(weight, range(contract, weight.ndim), how, weight_limit), dims)
-    return _product(q_x, q_weight, (range(lead, x.ndim), inner), out_sharding, x.dtype, how)
+    return _product(q_x, q_weight, (range(lead, x.ndim), inner), out_sharding, x.dtype, how, x.dtype)
 
 
 def _limits(range_2: jax.Array | None, how: Quantization) -> tuple[jax.Array | None, jax.Array | None]:
@@ -213,26 +213,29 @@ def _backward(
 ) -> tuple:
     x, weight, range_2 = saved
     x_limit, weight_limit = _limits(range_2, how)
-    grad = unscattered(grad, x, x.ndim - contract)
+    if how.scaling == "tile":  # which would cross the parts that tokens are scattered in
+        grad = unscattered(grad, x, x.ndim - contract)
     lead, outer = range(x.ndim - contract), range(contract, weight.ndim)
     of_grad = range(len(lead), grad.ndim)
     q_weight = _gathered(_quantized(weight, range(contract), how, weight_limit), dims)
     q_x = _quantized(x, range(len(lead), x.ndim), how, x_limit)
     d_x = _product(
-        _quantized(grad, lead, how, is_gradient=True),
+        _together(_quantized(grad, lead, how, is_gradient=True), x, len(lead)),
         q_weight,
         (of_grad, outer),
         jax.typeof(x).sharding.spec,
         x.dtype,
         how,
+        x.dtype,
     )
     d_weight = _product(
         q_x,
-        _quantized(grad, of_grad, how, is_gradient=True),
+        _together(_quantized(grad, of_grad, how, is_gradient=True), x, len(lead)),
         (lead, lead),
         jax.typeof(weight).sharding.spec,
         weight.dtype,
         how,
+        x.dtype,
     )
     seen_2 = None if range_2 is None else jnp.stack([largest(y, ()).reshape(()) for y in (x, weight)])
     return d_x, d_weight, seen_2
@@ -339,6 +342,17 @@ def _gathered(array: Any, dims: tuple[str, ...]) -> Any:
     return jax.tree.map(gather, array)
 
 
+def _together(array: Any, x: jax.Array, lead: int) -> Any:
+    """The QArray of a gradient, its first ``lead`` dims laid out as those of ``x``: bytes are gathered, if need be."""
+    ours = jax.typeof(x).sharding.spec[:lead]
+
+    def gather(y: jax.Array) -> jax.Array:
+        axes = (axis if size > 1 else None for axis, size in zip(ours, y.shape[:lead], strict=True))
+        return jax.sharding.reshard(y, PartitionSpec(*axes, *jax.typeof(y).sharding.spec[lead:]))
+
+    return jax.tree.map(gather, array)
+
+
 def _product(
     a: Any,
     b: Any,
@@ -346,8 +360,12 @@ def _product(
     out_sharding: Any,
     dtype: Any,
     how: Quantization,
+    sums_in: Any,
 ) -> jax.Array:
-    """The product of two QArrays over the dims ``summed`` of each; the kept dims of ``a``, then those of ``b``."""
+    """The product of two QArrays over the dims ``summed`` of each; the kept dims of ``a``, then those of ``b``.
+
+    What devices add up is scaled before, and of type ``sums_in``: the units' own sums are of 32 bits.
+    """
     import qwix
 
     numbers = ((tuple(summed[0]), tuple(summed[1])), ((), ()))
@@ -356,17 +374,42 @@ def _product(
         a, b = (qwix.dequantize(q).astype(dtype) for q in (a, b))
         return jax.lax.dot_general(a, b, numbers, out_sharding=spec)
     total = jnp.int32 if how.name == "int8" else jnp.float32
-    out = jax.lax.dot_general(a.qvalue, b.qvalue, numbers, preferred_element_type=total, out_sharding=spec)
-    a_kept = [size for dim, size in enumerate(a.scale.shape) if dim not in summed[0]]
-    b_kept = [size for dim, size in enumerate(b.scale.shape) if dim not in summed[1]]
-    a_scale = _beside(a.scale.reshape(*a_kept, *[1] * len(b_kept)), spec)
-    b_scale = _beside(b.scale.reshape(*[1] * len(a_kept), *b_kept), spec)
-    scale = a_scale * b_scale
-    return (out.astype(jnp.float32) * scale).astype(dtype)
+    over, scattered = _sums(a.qvalue, b.qvalue, summed, spec)
+
+    def on_device(a: Any, b: Any) -> jax.Array:
+        out = jax.lax.dot_general(a.qvalue, b.qvalue, numbers, preferred_element_type=total)
+        a_kept = [size for dim, size in enumerate(a.scale.shape) if dim not in summed[0]]
+        b_kept = [size for dim, size in enumerate(b.scale.shape) if dim not in summed[1]]
+        scale = a.scale.reshape(*a_kept, *[1] * len(b_kept)) * b.scale.reshape(*[1] * len(a_kept), *b_kept)
+        out = (out.astype(jnp.float32) * scale).astype(sums_in if over else dtype)
+        for dim, axis in scattered:
+            out = jax.lax.psum_scatter(out, axis, scatter_dimension=dim, tiled=True)
+        rest = tuple(axis for axis in over if axis not in {axis for _, axis in scattered})
+        return (jax.lax.psum(out, rest) if rest else out).astype(dtype)
+
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (a, b))
+    return jax.shard_map(on_device, in_specs=specs, out_specs=spec)(a, b)
 
 
-def _beside(scale: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """``scale`` divided as what it is broadcast over, which may be scattered further than the operand was."""
-    entries = (*spec, *[None] * (scale.ndim - len(spec)))
-    axes = (entry if size > 1 else None for entry, size in zip(entries, scale.shape, strict=True))
-    return jax.sharding.reshard(scale, PartitionSpec(*axes))
+def _sums(
+    a: jax.Array, b: jax.Array, summed: tuple[Collection[int], Collection[int]], out: PartitionSpec
+) -> tuple[tuple[str, ...], list[tuple[int, str]]]:
+    """The mesh axes over which a product is a sum of those of devices, and the (dim, axis) where ``out`` divides it."""
+    (a_spec, b_spec) = (_entries(jax.typeof(x).sharding.spec, x.ndim) for x in (a, b))
+    over = tuple(axis for dim in summed[0] for axis in a_spec[dim])
+    assert over == tuple(axis for dim in summed[1] for axis in b_spec[dim]), (a_spec, b_spec, summed)
+    kept = [entry for dim, entry in enumerate(a_spec) if dim not in summed[0]]
+    kept += [entry for dim, entry in enumerate(b_spec) if dim not in summed[1]]
+    scattered = []
+    for dim, (entry, had) in enumerate(zip(_entries(out, len(kept)), kept, strict=True)):
+        further = entry[len(had) :]
+        assert (*had, *further) == entry, (entry, had)
+        assert set(further) <= set(over), (further, over)
+        scattered += [(dim, axis) for axis in further]
+    return over, scattered
+
+
+def _entries(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+    """The mesh axes that divide each dim."""
+    entries = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return [*entries, *[()] * (ndim - len(entries))]

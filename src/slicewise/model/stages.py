@@ -31,6 +31,7 @@ def through_stages(
     dtype: jnp.dtype,
     where: Tokens,
     pipeline: Pipeline,
+    layers_per_round: int,
     pattern: tuple,
     sparse: tuple[bool, ...],
     is_global: jax.Array,
@@ -66,7 +67,7 @@ def through_stages(
                 usage = usage if found is None else found
             return x_BTD, usage
 
-        return jax.lax.scan(group, x_BTD, weights)
+        return jax.lax.scan(group, x_BTD, weights, unroll=layers_per_round)
 
     def narrowed(weights: tuple) -> tuple:
         matrices, is_global = weights

@@ -20,6 +20,7 @@ from slicewise.kernels.attention.api import REFERENCE, Kernel, Tokens
 from slicewise.kernels.grouped_matmul.api import Kernel as Grouped
 from slicewise.model import attention
 from slicewise.model.attention import Cache
+from slicewise.model.embedding import lookup
 from slicewise.model.layers import mlp, normed, weights_in
 from slicewise.model.linear import linear
 from slicewise.model.moe import Usage, moe
@@ -110,6 +111,7 @@ def states(
     *,
     dtype: jnp.dtype,
     remat: RematPolicy = POLICIES["minimal"],
+    layers_per_round: int = 1,
     cache: Caches | None = None,
     kernel: Kernel = REFERENCE,
     dispatch: Dispatch = Dispatch(),  # noqa: B008  (frozen)
@@ -156,11 +158,15 @@ def states(
     checkpointed = functools.partial(jax.checkpoint, policy=checkpoint_policy(remat), prevent_cse=False)
     staged = None
     if pipeline is not None:
-        staged = functools.partial(through_stages, spec, layer, checkpointed, dtype, where, pipeline)
+        staged = functools.partial(
+            through_stages, spec, layer, checkpointed, dtype, where, pipeline, layers_per_round
+        )
     layer = functools.partial(checkpointed(layer), here=places(spec, where))
-    embedded_BTD = _embed(params, spec, tokens_BT, where, weight)
+    embedded_BTD = _embed(params, spec, tokens_BT, where, weight, dtype)
+    if params.prediction is not None:
+        embedded_BTD = jax.sharding.reshard(embedded_BTD, partition("batch", "sequence", "activation"))
     x_BTD = jax.sharding.reshard(embedded_BTD, residual(tokens_BT.shape[1]))
-    x_BTD, caches, usages = _scan(params, spec, layer, x_BTD, cache, staged)
+    x_BTD, caches, usages = _scan(params, spec, layer, x_BTD, cache, staged, layers_per_round)
     x_BTD = jax.sharding.reshard(x_BTD, partition("batch", "sequence", "activation"))
     predicted: list[jax.Array] = []
     if predict and params.prediction is not None:
@@ -179,8 +185,13 @@ def _scan(
     x_BTD: jax.Array,
     cache: Caches | None,
     staged: Callable | None,
+    layers_per_round: int,
 ) -> tuple[jax.Array, Caches, list[Usage]]:
-    """``x`` through all layers, those of a pipeline by ``staged``; usages have a leading L."""
+    """``x`` through all layers, those of a pipeline by ``staged``; usages have a leading L.
+
+    A round of the loop may compute several layers: only there can the gather of a layer's weights lie beside the
+    compute of the layer before.
+    """
     stacks = {True: params.layers, False: params.layers if spec.experts is None else params.dense_layers}
     used = {True: 0, False: 0}  # layers of each stack so far
     caches, usages = [], []
@@ -212,7 +223,7 @@ def _scan(
             return x_BTD, (tuple(new), usage)
 
         given = (tuple(pattern), is_global, None if cache is None else cache[number])
-        x_BTD, (new, usage) = jax.lax.scan(body, x_BTD, given)
+        x_BTD, (new, usage) = jax.lax.scan(body, x_BTD, given, unroll=layers_per_round)
         caches.append(new)
         usages += [] if usage is None else [usage]
     return x_BTD, tuple(caches), usages
@@ -272,19 +283,21 @@ def output_matrix(params: Params) -> jax.Array:
 
 
 def _embed(
-    params: Params, spec: ModelSpec, tokens_BT: jax.Array, where: Tokens, weight: Callable
+    params: Params, spec: ModelSpec, tokens_BT: jax.Array, where: Tokens, weight: Callable, dtype: jnp.dtype
 ) -> jax.Array:
     activation = partition("batch", "sequence", "activation")
-    # A vocabulary-sharded table is gathered whole once a step: a lookup by one-hot product would cost more FLOPs.
-    table_VD = jax.sharding.reshard(
-        weight(params.embed, "vocab", "embed"), partition("activation", "activation")
-    )
-    x_BTD = table_VD.at[tokens_BT].get(out_sharding=activation)
+    if isinstance(params.embed, jax.Array) and jax.sharding.get_abstract_mesh().shape.get("tensor", 1) > 1:
+        x_BTD = lookup(params.embed.astype(dtype), tokens_BT)
+    else:
+        table_VD = jax.sharding.reshard(
+            weight(params.embed, "vocab", "embed"), partition("activation", "activation")
+        )
+        x_BTD = table_VD.at[tokens_BT].get(out_sharding=activation)
     if spec.embedding_scale:
         x_BTD = x_BTD * jnp.asarray(math.sqrt(spec.d_model), x_BTD.dtype)
     if params.position is not None:
         position_PD = weight(params.position, "position", "embed")
-        x_BTD = x_BTD + position_PD.at[where.positions_BT].get(out_sharding=activation)
+        x_BTD = x_BTD + position_PD.at[where.positions_BT].get(out_sharding=jax.typeof(x_BTD).sharding.spec)
     return x_BTD
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from slicewise.catalog.slices import Cluster
 from slicewise.costs.layout import ContextExchange, Layout, Number, Recipe
-from slicewise.costs.pipeline import check_layers, check_together
+from slicewise.costs.pipeline import check_layers, check_remat, check_together
 from slicewise.costs.shapes import ModelShape
 from slicewise.errors import UserError
 from slicewise.plan.layouts import MAX_TENSOR, Limits, divisors, limits_of
@@ -46,8 +46,9 @@ def check_layout(shape: ModelShape, cluster: Cluster, layout: Layout, seq: int) 
         )
 
 
-def check_exchange(shape: ModelShape, layout: Layout, recipe: Recipe) -> None:
-    """Raises UserError where heads or experts forbid how the recipe crosses the context axis of ``layout``."""
+def check_recipe(shape: ModelShape, layout: Layout, recipe: Recipe) -> None:
+    """Raises UserError where ``layout`` cannot be run as ``recipe`` says."""
+    check_remat(int(layout.total("pipeline")), recipe.remat)
     n = int(layout.total("context"))
     if n > 1 and not heads_allow(shape, layout, recipe.context_exchange):
         raise UserError(

@@ -10,8 +10,8 @@ from slicewise.catalog.slices import Slice
 from slicewise.costs import pipeline, torus
 from slicewise.costs.device import Device
 from slicewise.costs.layout import Degrees, Layout, place_degrees
+from slicewise.costs.network import Network
 from slicewise.costs.shapes import ModelShape
-from slicewise.costs.traffic import Network
 
 MIN_CONTEXT_TOKENS = 2048  # of a sequence on one device: below it the blocks of attention kernels shrink
 MAX_TENSOR = 64
@@ -166,11 +166,14 @@ def combine(ici: np.ndarray, ids: np.ndarray, dcn: np.ndarray, limits: Limits) -
         None, :, 1:
     ].prod(2)
     stages = ici[:, ICI_ORDER.index("pipeline")][:, None] * dcn[None, :, 0]
-    a, b = np.nonzero((batch % shards == 0) & (limits.layers % stages == 0))
+    whole = ici[:, ICI_ORDER.index("context")] == 1  # see costs.pipeline.check_together
+    a, b = np.nonzero(
+        (batch % shards == 0) & (limits.layers % stages == 0) & (whole[:, None] | (stages == 1))
+    )
     sequences = batch // shards[a, b]
     micro = np.array(MICROBATCHES)[None, :] * stages[a, b][:, None]
     pair, step = np.nonzero(sequences[:, None] % micro == 0)
-    gathers = ici[:, [ICI_ORDER.index(axis) for axis in ("fsdp", "context", "expert")]].prod(1)[a] * dcn[b, 1]
+    gathers = ici[:, [ICI_ORDER.index(axis) for axis in ("fsdp", "expert")]].prod(1)[a] * dcn[b, 1]
     spread = (stages[a, b] > 1) & (gathers > 1)
     again = np.flatnonzero(spread[pair])
     once = np.concatenate([np.ones(len(pair), bool), np.zeros(len(again), bool)])

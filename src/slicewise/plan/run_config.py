@@ -14,7 +14,7 @@ from slicewise.costs.pipeline import settled
 from slicewise.costs.shapes import ModelShape
 from slicewise.costs.step import estimate
 from slicewise.errors import UserError
-from slicewise.plan.check import check_exchange, check_layout
+from slicewise.plan.check import check_layout, check_recipe
 from slicewise.plan.search import DEFAULT_RECIPE, Candidate, Workload
 
 Value = str | int | float | Mapping[str, str]
@@ -62,7 +62,7 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
     layout = _with_pipeline(config, shape, layout)
     check_layout(shape, cluster, layout, work.seq)
     recipe = _recipe(config, layout)
-    check_exchange(work.shape, layout, recipe)
+    check_recipe(work.shape, layout, recipe)
     return Candidate(cluster, layout, recipe, estimate(work.shape, cluster, layout, recipe, work.seq))
 
 

@@ -16,10 +16,11 @@ from slicewise.costs.remat import POLICIES, RematPolicy, custom
 from slicewise.costs.shapes import ModelShape
 from slicewise.costs.step import StepEstimate, estimate, price
 from slicewise.errors import UserError
-from slicewise.plan.check import heads_allow
+from slicewise.plan.check import check_layout, check_recipe, heads_allow
 from slicewise.plan.layouts import (
     DCN_AXES,
     ICI_ORDER,
+    MICROBATCHES,
     Placements,
     Table,
     combine,
@@ -31,7 +32,7 @@ from slicewise.plan.layouts import (
 
 OFFLOAD_INPUT = {"decoder_layer_input": "offload"}
 OFFLOAD_QKV = dict.fromkeys(("query_proj", "key_proj", "value_proj"), "offload")
-DEFAULT_RECIPE = Recipe(loss_in_chunks=True, as_compiled_here=True)
+DEFAULT_RECIPE = Recipe(loss_in_chunks=True, as_compiled_here=True, summed_bytes=2)
 SEARCHED_POLICIES: tuple[RematPolicy, ...] = (
     POLICIES["full"],
     POLICIES["save_out_proj"],
@@ -170,6 +171,31 @@ def search(
     )  # fmt: skip
 
 
+def remat_candidates(workload: Workload, base: Candidate) -> list[Candidate]:
+    """The mesh of ``base`` under every remat policy with which it fits, the fastest first.
+
+    Each with the fewest accumulation steps that fit; a pipeline keeps its microbatches.
+    """
+    shape, seq, cluster = workload.shape, workload.seq, base.cluster
+    is_staged = base.layout.total("pipeline") > 1
+    found = []
+    for policy in {(p.saved, p.offloaded): p for p in (*POLICIES.values(), *SEARCHED_POLICIES)}.values():
+        recipe = replace(base.recipe, remat=policy)
+        for steps in (base.layout.accumulation_steps,) if is_staged else MICROBATCHES:
+            layout = replace(base.layout, accumulation_steps=steps)
+            try:
+                check_layout(shape, cluster, layout, seq)
+                check_recipe(shape, layout, recipe)
+            except UserError:
+                break
+            e = estimate(shape, cluster, layout, recipe, seq)
+            host_bytes = device_of(cluster.chip).host_memory_bytes
+            if e.hbm_total_bytes <= (1 - MARGIN) * e.hbm_limit_bytes and e.host_bytes <= host_bytes:
+                found.append(Candidate(cluster, layout, recipe, e))
+                break
+    return sorted(found, key=lambda c: c.estimate.step_time_s)
+
+
 def _check(workload: Workload, cluster: Cluster, precisions: Sequence[str]) -> None:
     if workload.global_batch < 1:
         raise UserError(
@@ -196,6 +222,8 @@ def fitting(
             memory = memory_bytes(workload.shape, layout, recipe, workload.seq, peak=peak)
             total, fits = np.full(len(table), np.inf), np.zeros(len(table), bool)
             total[which] = device_total(memory)
+            if recipe.remat.offloaded:
+                total[which[few.staged]] = np.inf  # see costs.pipeline.check_remat
             host = np.broadcast_to(memory["host"], which.shape)
             fits[which] = (total[which] <= (1 - margin) * device.hbm_bytes) & (
                 host <= device.host_memory_bytes

@@ -115,7 +115,7 @@ def predict(stack: Stack, cluster: Cluster, degrees: AxisDegrees) -> Predicted:
         Matmul("mlpwo", stack.d_ff, stack.d_model, "row"),
     )
     layer = Layer(stack.layers, products, Attention(0, 0, 1, 1), stack.d_model, norm_parameters=0)
-    recipe = Recipe(POLICIES["none"], weight_bytes=2, moment_bytes=0, gradient_bytes=2)
+    recipe = Recipe(POLICIES["none"], weight_bytes=2, moment_bytes=0, gradient_bytes=2, summed_bytes=2)
     tensor = degrees.ici["tensor"]
     work = Shard(stack.rows * tensor, stack.rows, tensor, 1, 1)
     total = 0.0

@@ -1,12 +1,14 @@
-"""Global batches: each process reads the rows that its devices hold, and no others."""
+"""Global batches, of which each process reads the rows that its devices hold, and the loss on held-out ones."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from slicewise.config import RunConfig
 from slicewise.data.loader import BatchLoader
+from slicewise.errors import UserError
 from slicewise.train.step import TrainStep
 
 
@@ -41,12 +43,23 @@ def to_global(step: TrainStep, rows: Sequence[int], local: dict[str, np.ndarray]
     return {name: build(name) for name in step.abstract_batch}
 
 
-def held_out(config: RunConfig, step: TrainStep, batches: int) -> Iterator[dict[str, jax.Array]]:
-    """The first ``batches`` global batches of held-out text; the same ones at every call."""
+def held_out_loss(config: RunConfig, step: TrainStep, params: Any) -> float:
+    """Mean cross-entropy in nats a token over the held-out batches of ``config``. Raises UserError without a token."""
+    sums = [step.evaluate(params, batch) for batch in _held_out(config, step)]
+    total, count = (sum(float(s[i]) for s in sums) for i in range(2))
+    if not count:
+        raise UserError(
+            "the held-out text has no token to predict; give longer documents, or set eval_batches=0."
+        )
+    return total / count
+
+
+def _held_out(config: RunConfig, step: TrainStep) -> Iterator[dict[str, jax.Array]]:
+    """The first ``eval_batches`` global batches of held-out text; the same ones at every call."""
     rows = local_rows(step)
     loader = BatchLoader(config, rows, split="held_out", vocab_size=step.spec.vocab)
     try:
-        for _ in range(batches):
+        for _ in range(config.evaluation.eval_batches):
             yield to_global(step, rows, next(loader))
     finally:
         loader.close()

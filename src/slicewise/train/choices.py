@@ -16,7 +16,8 @@ from slicewise.catalog import chips, flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
 from slicewise.costs.adapters import Lora
-from slicewise.costs.pipeline import settled
+from slicewise.costs.pipeline import check_remat, settled
+from slicewise.costs.remat import chosen
 from slicewise.errors import ExitCode, UserError
 from slicewise.kernels import tuned
 from slicewise.kernels.attention import api as attention
@@ -65,6 +66,7 @@ def pipeline(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> Pipeline | None:
     )
     if degrees[PIPELINE] == 1:
         return None
+    check_remat(degrees[PIPELINE], chosen(config.model.remat_policy, config.model.remat_tensors))
     if every := config.model.quantization_calibrate_every:
         raise UserError(
             f"quantization_calibrate_every = {every} does not go with a pipeline, whose stages know no ranges; set it"

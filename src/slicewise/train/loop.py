@@ -17,9 +17,9 @@ from slicewise.errors import ExitCode, UserError
 from slicewise.parallel import cluster
 from slicewise.parallel.cluster import SliceDevices
 from slicewise.parallel.mesh import build_mesh
-from slicewise.train import anomalies, choices, elastic, initial, runtime
+from slicewise.train import anomalies, choices, elastic, initial, programs, runtime
 from slicewise.train.agreement import STOP, Agreement
-from slicewise.train.batches import held_out, local_rows, to_global
+from slicewise.train.batches import held_out_loss, local_rows, to_global
 from slicewise.train.corruption import Checks
 from slicewise.train.elastic import Fitted
 from slicewise.train.faults import explained
@@ -28,6 +28,7 @@ from slicewise.train.goodput_log import Ledger, now_us
 from slicewise.train.meter import Meter
 from slicewise.train.metrics import MetricWriter, make_directory
 from slicewise.train.preemption import Preemption
+from slicewise.train.profiling import Profiler
 from slicewise.train.progress import Sink, reporter
 from slicewise.train.step import TrainState, TrainStep, build_train_step
 from slicewise.train.turns import Turns
@@ -114,7 +115,6 @@ class _Run:
         self.config, self.step, self.report, self.stack = fitted.config, step, report, stack
         self.fitted, self.slices, self.agreement, self.ledger = fitted, slices, agreement, ledger
         config = fitted.config
-        self.is_profiling = False
         self.is_first = jax.process_index() == 0
         ledger.warn = self._say
         self.rows = local_rows(step)
@@ -189,10 +189,10 @@ class _Run:
             self.stack.callback(writer.close)
         with ThreadPoolExecutor(2) as background:
             loading = background.submit(self._open_loader, restored)
-            initialising = None if state else background.submit(self._compile_init, params)
+            initialising = None if state else background.submit(programs.compile_start, self.step, params)
             self.report({"event": "phase", "name": "compile"})
             self.ledger.now("compile")
-            update = self._compile_update()
+            update = programs.compile_update(config, self.step)
             kept = config.checkpoint
             if (kept.checkpoint_every or kept.local_checkpoint_every) and not restored:
                 self.saver.store.prepare(self.step.abstract_state)  # a restore has compiled it already
@@ -201,12 +201,14 @@ class _Run:
             cluster.wait_for_all("compiled")
             self.ledger.now("prepare")
             if initialising:
-                state = self._begin(initialising.result(), params)
+                state = programs.first_state(initialising.result(), self.step, params)
         assert state is not None
         gc.freeze()  # programs and modules stay to the end: no collection need look at them
         gc.enable()
         self._compare_data(restored, loader)
-        meter = Meter(self.config, self.step, self.report, writer)
+        meter = Meter(config, self.step, self.report, writer)
+        profiler = Profiler(config, self.start)
+        self.stack.callback(profiler.close)
         self._say(self._describe())
         for note in choices.notes(config, self.step.spec, self.step.mesh):
             self._say(note)
@@ -216,7 +218,7 @@ class _Run:
         number, due = self.start, self._points()
         while number < config.run.steps and STOP not in due:
             number += 1
-            self._profile(number, state)
+            profiler.before(number, state)
             self.ledger.begins(number)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 batch = to_global(self.step, self.rows, self._next(loader, meter))
@@ -251,7 +253,7 @@ class _Run:
         if STOP in due:
             self._stop(number, state)
             return None
-        self._profile(config.run.steps + 1, state)
+        profiler.before(config.run.steps + 1, state)
         if skipped := loader.conversations_skipped():
             length = config.data.sequence_length
             self._say(f"{skipped:,} conversations were skipped: no answer within sequence_length = {length}")
@@ -305,7 +307,6 @@ class _Run:
 
     def _stop(self, number: int, state: TrainState) -> None:
         """All was asked to stop, and the step just taken was to be saved."""
-        self._end_profile()
         self.report({"event": "phase", "name": "save"})
         where = self.saver.finish_stopping(_kept(state)) or f"{self.config.directory}/checkpoints"
         self._say(f"stops after step {number}: checkpoint {where}/{number}")
@@ -334,29 +335,6 @@ class _Run:
                 f"warning: after step {number} {above:,.0f} attention logits exceed use_max_logits_estimate ="
                 f" {estimate}; raise it, or set it to 0."
             )
-
-    def _compile_update(self) -> Any:
-        """The step, compiled here or from the file that the config names."""
-        if path := self.config.compiler.executable:
-            from slicewise.train import executable
-
-            return executable.load(path, self.step)
-        lowered = self.step.update.lower(self.step.abstract_state, self.step.abstract_batch)
-        if expected := choices.expected_kernels(self.config, self.step.spec, self.step.mesh):
-            choices.check_kernels(expected, lowered.as_text())
-        return lowered.compile()
-
-    def _compile_init(self, params: Any) -> jax.stages.Compiled:
-        """``init``, or ``begin`` for a run that trains the weights ``params``."""
-        with jax.set_mesh(self.step.mesh):  # which belongs to a thread
-            if params is None or self.step.lora:
-                return self.step.init.lower().compile()
-            return self.step.begin.lower(params).compile()
-
-    def _begin(self, compiled: jax.stages.Compiled, params: Any) -> TrainState:
-        if params is None:
-            return compiled()
-        return dataclasses.replace(compiled(), frozen=params) if self.step.lora else compiled(params)
 
     def _note_base(self, params: Any) -> None:
         """Keeps the digest of what is frozen for the metadata of checkpoints."""
@@ -455,39 +433,9 @@ class _Run:
         """Mean held-out loss in nats a token."""
         self.report({"event": "phase", "name": "evaluate"})
         self.ledger.now("evaluate")
-        return mean_loss(self.config, self.step, self.step.weights(state))
-
-    def _profile(self, number: int, state: TrainState) -> None:
-        """Opens the profiling window before step ``number``, or closes it; steps before a resume are not in it."""
-        asked = max(self.config.metrics.profile_from, 1)
-        first = max(asked, self.start + 1)
-        end = min(asked + self.config.metrics.profile_steps, self.config.run.steps + 1)
-        if first >= end or number not in (first, end):
-            return
-        jax.block_until_ready(state)  # no step is half inside the window
-        if number == first:
-            self.is_profiling = True
-            jax.profiler.start_trace(str(self.config.local_directory / "profile"))
-        else:
-            self._end_profile()
-
-    def _end_profile(self) -> None:
-        if self.is_profiling:
-            self.is_profiling = False
-            jax.profiler.stop_trace()
+        return held_out_loss(self.config, self.step, self.step.weights(state))
 
 
 def _kept(state: TrainState) -> TrainState:
     """What checkpoints hold of a state: all but what never changes."""
     return dataclasses.replace(state, frozen=None)
-
-
-def mean_loss(config: RunConfig, step: TrainStep, params: Any) -> float:
-    """Mean cross-entropy in nats a token over the held-out batches of ``config``."""
-    sums = [step.evaluate(params, batch) for batch in held_out(config, step, config.evaluation.eval_batches)]
-    total, count = (sum(float(s[i]) for s in sums) for i in range(2))
-    if not count:
-        raise UserError(
-            "the held-out text has no token to predict; give longer documents, or set eval_batches=0."
-        )
-    return total / count

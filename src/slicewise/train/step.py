@@ -108,6 +108,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     how = {
         "dtype": dtype,
         "remat": remat,
+        "layers_per_round": model.layers_per_round,
         "dispatch": Dispatch(model.moe_dispatch, model.capacity_factor),
         **choices.kernels(config, spec, mesh),
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from slicewise.catalog import flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import AxisDegrees, RunConfig
+from slicewise.costs import pipeline
 from slicewise.kernels.attention import tiles as attention_tiles
 from slicewise.kernels.grouped_matmul import tiles as matmul_tiles
 from slicewise.kernels.tuned import Key
@@ -87,10 +88,8 @@ def _experts(config: RunConfig, spec: ModelSpec, degrees: AxisDegrees, device: D
     if e is None or config.model.moe_dispatch != "dropless":
         return
     ways, tensor = degrees.total("expert"), degrees.total("tensor")
-    shards = degrees.total("data") * degrees.total("fsdp") * ways
-    sequences = config.data.global_batch_size // config.optimizer.gradient_accumulation_steps // shards
     tokens = config.data.sequence_length // degrees.total("context")
-    rows = matmul_tiles.padded(sequences * tokens * e.per_token)
+    rows = matmul_tiles.padded(_sequences(config, spec, degrees) * tokens * e.per_token)
     hidden, limit_kib = e.d_ff // tensor, config.compiler.scoped_vmem_limit_kib
     is_8_bit = config.model.quantization != "none" and config.model.use_qwix_quantization
     dtype = EIGHT_BIT[config.model.quantization] if is_8_bit else config.model.compute_dtype
@@ -102,6 +101,26 @@ def _experts(config: RunConfig, spec: ModelSpec, degrees: AxisDegrees, device: D
             found = matmul_tiles.candidates(key)
             values = tuple(dict(zip(matmul_tiles.NAMES, tile, strict=True)) for tile in found)
             yield Problem(key, "", matmul_tiles.NAMES, values)
+
+
+def _sequences(config: RunConfig, spec: ModelSpec, degrees: AxisDegrees) -> int:
+    """Those that pass a layer of one device at once: of an accumulation step, and of one microbatch of a pipeline.
+
+    Raises UserError where the batch gives no whole microbatches.
+    """
+    shards = degrees.total("data") * degrees.total("fsdp") * degrees.total("expert")
+    steps, batch = config.optimizer.gradient_accumulation_steps, config.data.global_batch_size
+    microbatches = pipeline.settled(
+        spec.name,
+        spec.staged_groups,
+        stages=degrees.total("pipeline"),
+        shards=shards,
+        batch=batch,
+        steps=steps,
+        asked=config.parallelism.pipeline_microbatches,
+        repeats=config.parallelism.pipeline_repeats,
+    )
+    return batch // (shards * steps * microbatches)
 
 
 def flag_changes(config: RunConfig, chip: str) -> list[tuple[str, tuple[str, ...]]]:

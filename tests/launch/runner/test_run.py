@@ -29,6 +29,8 @@ def test_every_worker_runs_the_command_in_the_shipped_tree_and_knows_its_place(t
     assert code == 0, text
     assert "s1w0 | from the tree" in text
     for s, w in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        log = next(target.folder.glob(f"logs/*/slice{s}-worker{w}.log"))
+        assert (log.stat().st_mode | log.parent.stat().st_mode) & 0o077 == 0
         expected = f"{w} 127.0.0.1,127.0.0.1 {s} 2 127.0.0.1 8081 {2 * s + w} 4"
         assert f"s{s}w{w} | {expected}" in text
         assert target.log(s, w) == f"from the tree\n{expected}\n"
@@ -37,11 +39,13 @@ def test_every_worker_runs_the_command_in_the_shipped_tree_and_knows_its_place(t
 
 
 def test_one_slice_sees_no_variable_of_several(target, tmp_path):
+    for home in target.folder.glob("home*"):  # left over from an earlier gang
+        (home / ".bashrc").write_text("export MEGASCALE_NUM_SLICES=9 MEGASCALE_COORDINATOR_ADDRESS=gone\n")
     inventory = tmp_path / "one.toml"
     inventory.write_text(target.inventory.read_text().rpartition("[[slices]]")[0])
-    code, text = target.run(*shell("env | grep -c ^MEGASCALE"), target=str(inventory))
-    assert "\n0\n" in text
-    assert code == 1
+    code, text = target.run("env", target=str(inventory))
+    assert (code, "TPU_WORKER_ID=0" in text) == (0, True)
+    assert "MEGASCALE" not in text
 
 
 def test_the_first_failure_in_time_is_last_and_gives_the_exit_code(target, tmp_path):
@@ -259,6 +263,14 @@ def test_a_host_key_is_recorded_for_the_run_and_another_one_is_refused(target, t
         target.run("true")
 
 
+def test_a_host_key_that_cannot_be_recorded_is_our_disks_fault_and_not_the_workers(target, monkeypatch):
+    keys = run_module.HostKeys
+    monkeypatch.setattr(run_module, "HostKeys", lambda record, user: keys(Path("/dev/full"), user))
+    with pytest.raises(UserError, match="/dev/full cannot be written: No space left on device") as caught:
+        target.run("true")
+    assert caught.value.code == ExitCode.INTERNAL
+
+
 def test_workers_that_cannot_be_reached_are_named_and_nothing_starts(target, tmp_path):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -271,6 +283,27 @@ def test_workers_that_cannot_be_reached_are_named_and_nothing_starts(target, tmp
         target.run(*shell("touch pid1"), target=str(inventory), timing={"connect_s": 1})
     assert "slice 2 workers 0, 1 (127.0.0.1) cannot be reached" in str(caught.value)
     assert caught.value.code == ExitCode.UNAVAILABLE
+    assert not list(target.folder.glob("home*/.slicewise/trees/*/pid1"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
+def test_a_worker_whose_disk_is_full_is_named_and_nothing_starts(target):
+    disk = target.folder / "home2" / ".slicewise"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        (target.tree / "large").write_bytes(os.urandom(200_000))
+        with pytest.raises(UserError) as caught:
+            target.run(*shell("touch pid1"))
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+    assert str(caught.value).splitlines() == [
+        "slice 1 worker 0 (127.0.0.1) cannot take the working tree: No space left on device.",
+        "Nothing was started.",
+    ]
+    assert caught.value.code == ExitCode.INTERNAL
     assert not list(target.folder.glob("home*/.slicewise/trees/*/pid1"))
 
 

@@ -84,6 +84,17 @@ def test_forgotten_data_is_named(folder, monkeypatch):
         read_tree(folder)
 
 
+def test_keys_and_vms_of_an_emulator_in_the_folder_are_not_shipped(tmp_path):
+    from slicewise.launch.emulator.local import make_directory, private_file
+
+    (tmp_path / "train.py").write_text("")
+    make_directory(tmp_path / "emulator")
+    private_file(tmp_path / "emulator" / "id_ed25519", "a private key")
+    assert [entry[0] for entry in read_tree(tmp_path).entries] == ["train.py"]
+    make_directory(tmp_path)  # one that was there is left as it was
+    assert not (tmp_path / ".gitignore").exists()
+
+
 def test_without_git_it_says_so(folder, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
     with pytest.raises(UserError, match="git is needed"):

@@ -461,6 +461,17 @@ def test_asked_to_stop_the_processes_may_save_and_the_code_says_so(script, tmp_p
     assert not any(map(is_alive, ranks))
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_others_have_time_to_save_with_one_that_was_asked_to_stop_only_if_there_is_something(
+    script, tmp_path, saves
+):
+    stepped = 'emit(event="step", step=1)\n' if saves else ""
+    path = script(READY + stepped + "time.sleep(0 if rank == 0 else 2)\nmark(f'late{rank}')\nos._exit(76)")
+    code, _ = run(path, TWO, failure_grace_s=0.2)
+    assert code == ExitCode.PREEMPTED
+    assert (tmp_path / "late1").exists() == saves
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_processes_that_ignore_sigterm_are_killed_after_the_grace(script, tmp_path, number, code):
     with parent(script(IGNORES + "time.sleep(100)"), grace=0.3) as process:

@@ -4,7 +4,7 @@ A tile is (rows, summed columns, other columns). The three products of a layer h
 the gradient of rows (gmm_t, whose matrices are transposed) and that of matrices (tgmm).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from slicewise.kernels import tuned
@@ -19,6 +19,7 @@ LARGEST = 1024  # rows of a tile that is tried
 MANY = 8  # tiles above which filling up the last one costs little
 LANES = 128
 SUBLANES = 16  # rows of a register of bfloat16
+NEAR = (2.0, 0.5, 4.0, 0.25)  # rows of a product whose tuned tile is taken too
 NAMES = ("rows", "summed", "columns")
 
 
@@ -40,10 +41,20 @@ def key(
 def chosen(k: Key, rows: int) -> Tile:
     """The tile for ``k`` with this many rows, a number that padded gave."""
     shape = k.shape
-    values = tuned.find(k)
+    values = _tuned(k)
     if values and rows % values["rows"] == 0:
         return values["rows"], values["summed"], values["columns"]
     return min(rows, RULE[0]), part(shape["summed"], RULE[1]), part(shape["columns"], RULE[2])
+
+
+def _tuned(k: Key) -> Mapping[str, int] | None:
+    """Of ``k``, or of a product with a few times more or fewer rows: that changes how many tiles there are, and little
+    else."""
+    for factor in (1.0, *NEAR):
+        rows = int(k.shape["rows"] * factor)
+        if values := tuned.find(k.model_copy(update={"shape": {**k.shape, "rows": rows}})):
+            return values
+    return None
 
 
 def padded(rows: int) -> int:
@@ -58,6 +69,15 @@ def part(size: int, most: int) -> int:
     """A divisor in whole registers of at least half of ``most``, or else ``most``: the last tile may stand over."""
     fitting = [part for part in range(LANES, min(size, most) + 1, LANES) if size % part == 0]
     return fitting[-1] if fitting and fitting[-1] >= min(size, most // 2) else min(size, most)
+
+
+def vmem_bytes(product: str, tile: Tile, itemsize: int) -> int:
+    """What a tile takes at least: its operands and its result twice, and the sum in float32."""
+    rows, summed, columns = tile
+    matrix, others = summed * columns, rows * summed
+    if product == "tgmm":
+        return 2 * itemsize * (others + rows * columns) + (4 + 2 * 2) * matrix
+    return 2 * itemsize * (others + matrix) + (4 + 2 * 2) * rows * columns
 
 
 def candidates(k: Key) -> Iterator[Tile]:

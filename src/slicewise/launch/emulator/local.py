@@ -53,6 +53,16 @@ def state_path(directory: Path) -> Path:
     return directory / "emulator.json"
 
 
+def make_directory(directory: Path) -> None:
+    """A new one is ignored by git, so that its keys and VMs are not shipped with a working tree around it.
+
+    Raises OSError.
+    """
+    if not directory.is_dir():
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (directory / ".gitignore").write_text("*\n")
+
+
 def private_file(path: Path, text: str) -> None:
     """Replaces ``path`` by a file that only its owner can read; readers see the old or the new one, whole."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -106,7 +116,7 @@ def start(directory: Path, arguments: Sequence[str] = ()) -> State:
     """A new emulator in the background, with more ``arguments`` of 'slicewise emulator start'; its output goes
     to emulator.log of the directory. Raises UserError, with what it printed, when it does not come up."""
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory(directory)
     except OSError as error:
         raise cannot_write(f"the state directory {directory}", error) from error
     log = directory / "emulator.log"

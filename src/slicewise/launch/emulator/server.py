@@ -18,7 +18,7 @@ from aiohttp import web
 from slicewise.errors import ExitCode, UserError, cannot_write
 from slicewise.launch.emulator import marks, rest, rpc
 from slicewise.launch.emulator.control import Control
-from slicewise.launch.emulator.local import State, known_hosts_path, private_file, state_path
+from slicewise.launch.emulator.local import State, known_hosts_path, make_directory, private_file, state_path
 from slicewise.launch.emulator.networks import HOST, Loopback, Namespaces
 from slicewise.launch.emulator.records import Settings
 from slicewise.launch.emulator.service import Service
@@ -98,7 +98,7 @@ def _owned(directory: Path):
     import fcntl
 
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory(directory)
         directory.chmod(0o700)
         lock = open(directory / "lock", "w", opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115
     except OSError as error:

@@ -82,6 +82,9 @@ def as_user_error(error: Any) -> UserError:
             else:
                 todo = f"'slicewise qr gc' frees what dead ones hold; more quota: {_CONSOLE}."
                 code = ExitCode.QUOTA
+        case exceptions.FailedPrecondition():
+            todo = "'slicewise qr describe NAME' shows its state; --force deletes one that has slices."
+            code = ExitCode.USER
         case exceptions.ServerError():
             todo = "The service failed: try again later; https://status.cloud.google.com shows known trouble."
             code = ExitCode.UNAVAILABLE

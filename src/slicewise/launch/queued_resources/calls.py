@@ -35,9 +35,22 @@ class Client:
 
     def _call(self, method: str, **fields: Any) -> Any:
         function = getattr(self.api, method)
-        return call(
-            lambda: function(request=fields, timeout=CALL_TIMEOUT_S, retry=None), self.say, self.retry_for_s
-        )
+        try:
+            return call(
+                lambda: function(request=fields, timeout=CALL_TIMEOUT_S, retry=None),
+                self.say,
+                self.retry_for_s,
+            )
+        except UserError as error:
+            from google.api_core.exceptions import ServiceUnavailable
+
+            if self.target.endpoint is None or not isinstance(error.__cause__, ServiceUnavailable):
+                raise
+            said = str(error).splitlines()[0]
+            raise UserError(
+                f"{said}\nThat is an emulator: 'slicewise emulator status' shows whether it runs.",
+                code=error.code,
+            ) from error
 
 
 def connect(target: Target, *, say: Callable[[str], None] = _say, retry_for_s: float = RETRY_FOR_S) -> Client:

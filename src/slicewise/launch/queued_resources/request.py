@@ -26,6 +26,9 @@ RUNTIME_VERSIONS = {
 _ID = re.compile(r"[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
 _TAG = _ID
 _LABEL_KEY, _LABEL_VALUE = re.compile(r"[a-z][a-z0-9_-]{0,62}"), re.compile(r"[a-z0-9_-]{0,63}")
+_RESERVATION = re.compile(
+    r"(?:projects/[a-z0-9.:-]+/(?:locations|zones)/[a-z0-9-]+/reservations/)?[a-z0-9-]{1,63}"
+)
 _EMAIL = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+|default")
 
 
@@ -63,6 +66,10 @@ class Request:
             )
         if self.reservation and self.tier != "reserved":
             raise UserError(f"--reservation {self.reservation} needs --reserved.")
+        if self.reservation and not _RESERVATION.fullmatch(self.reservation):
+            raise UserError(
+                f"--reservation '{self.reservation}': expected a name, or projects/P/locations/Z/reservations/NAME."
+            )
         for tag in self.tags:
             if not _TAG.fullmatch(tag):
                 raise UserError(

@@ -5,6 +5,7 @@ dropped connection is reported as that.
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,10 +14,13 @@ from pathlib import Path
 
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch.emulator.local import known_hosts_path, user_state
+from slicewise.launch.output import LineReader
 from slicewise.launch.workers import Worker
 
 CONNECTION_LOST = 255  # what ssh ends with when the connection failed; the command itself may do so too
-KEEPALIVE = ("ServerAliveInterval=10", "ServerAliveCountMax=3")
+KEEPALIVE = ("ConnectTimeout=20", "ServerAliveInterval=10", "ServerAliveCountMax=3")
+READ_BYTES = 1 << 16
+DRAIN_S = 5.0  # for a killed ssh to let go of its output
 
 
 @dataclass(frozen=True)
@@ -130,28 +134,43 @@ async def _run_on(
 ) -> list[Ended]:
     ended: list[Ended] = []
 
-    async def one(worker: Worker) -> None:
-        process = await asyncio.create_subprocess_exec(
-            *command(worker),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            limit=1 << 20,
-        )
+    async def follow(worker: Worker, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        try:
-            while line := await process.stdout.readline():
-                say(worker, line.decode(errors="replace").rstrip("\n"))
-            ended.append(Ended(worker, await process.wait()))
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+        reader = LineReader()
+        while data := await process.stdout.read(READ_BYTES):
+            for line in reader.feed(data):
+                say(worker, line)
+        for line in reader.feed(b""):
+            say(worker, line)
+        ended.append(Ended(worker, await process.wait()))
 
-    async with asyncio.TaskGroup() as group:
-        for worker in workers:
-            group.create_task(one(worker))
+    # all are started before any is followed: asyncio does not take back a process that it is just starting
+    processes = [await _start(command(worker)) for worker in workers]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for worker, process in zip(workers, processes, strict=True):
+                group.create_task(follow(worker, process))
+    except* BrokenPipeError:
+        raise BrokenPipeError from None  # the reader of our output left, as head does
+    finally:
+        await asyncio.gather(*map(_end, processes))
     return ended
+
+
+async def _start(words: list[str]) -> asyncio.subprocess.Process:
+    pipe, both = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
+    return await asyncio.create_subprocess_exec(
+        *words, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=both
+    )
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Killed if it still runs. Unread output would keep its pipe open beyond the event loop."""
+    if process.returncode is None:
+        process.kill()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            await process.communicate()
 
 
 def exec_ssh(worker: Worker, command: str | None) -> None:

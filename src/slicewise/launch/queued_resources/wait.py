@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slicewise.errors import ExitCode, UserError
@@ -78,15 +78,25 @@ def wait_until_ready(
 ) -> list[Any]:
     """Returns the nodes once it is ACTIVE and every one of its slices READY, which takes longer than ACTIVE
     after a reset or while slices are replaced. Raises as `wait` does."""
-    started_s = time.monotonic()
+    started_s = changed_s = time.monotonic()
+    last = ""
+
+    def before(progress: Progress) -> None:
+        if progress.state != "ACTIVE":  # of which more is said below
+            report(replace(progress, elapsed_s=time.monotonic() - started_s))
+
     while True:
         left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started_s))
-        qr = wait(client, name, timeout_s=left_s, report=report)
+        qr = wait(client, name, timeout_s=left_s, report=before)
         found = nodes(client, name)
+        now_s = time.monotonic()
+        waited_s = now_s - started_s
         if len(found) == len(qr.tpu.node_spec) and all(node.state.name == "READY" for node in found):
+            report(Progress(name, "ACTIVE", 0.0, waited_s))
             return found
-        waited_s = time.monotonic() - started_s
-        report(Progress(name, f"ACTIVE, {_unready(found)}", waited_s, waited_s))
+        if (state := f"ACTIVE, {_unready(found)}") != last:
+            last, changed_s = state, now_s
+        report(Progress(name, state, now_s - changed_s, waited_s))
         if timeout_s is not None and waited_s >= timeout_s:
             raise UserError(
                 f"{name} is ACTIVE but after {seconds(waited_s)} {_unready(found)}: 'slicewise qr describe"

@@ -12,7 +12,7 @@ from typing import Any
 
 import asyncssh
 
-from slicewise.errors import UserError
+from slicewise.errors import UserError, cannot_write
 from slicewise.launch.runner.agent_wire import MAGIC, Frames, frame
 from slicewise.launch.workers import Worker
 
@@ -72,6 +72,7 @@ class HostKeys:
         self._record = record
         self._seen: dict[tuple[str, int], bytes] = {}
         self._user: Any = None
+        self.failed: UserError | None = None  # nothing is accepted that could not be recorded
         if user_file is not None and user_file.exists():
             try:
                 self._user = asyncssh.read_known_hosts(str(user_file))
@@ -99,9 +100,13 @@ class HostKeys:
         if self._seen.setdefault((host, port), data) != data:
             return f"showed host key {shown}, another one than before in this run"
         if self._record is not None:
-            with self._record.open("a") as file:
-                name = host if port == 22 else f"[{host}]:{port}"
-                file.write(f"{name} {' '.join(data.decode().split()[:2])}\n")
+            name = host if port == 22 else f"[{host}]:{port}"
+            try:
+                with self._record.open("a") as file:
+                    file.write(f"{name} {' '.join(data.decode().split()[:2])}\n")
+            except OSError as error:
+                self.failed = cannot_write(str(self._record), error)
+                return str(self.failed)
         return None
 
 
@@ -260,6 +265,8 @@ async def open_link(
     except asyncssh.PermissionDenied as error:
         raise LinkError(f"{DENIED} {worker.user}: {error.reason}", final=True) from error
     except asyncssh.HostKeyNotVerifiable as error:
+        if host_keys.failed:
+            raise host_keys.failed from error
         raise LinkError(client.refused or str(error), final=True) from error
     except (asyncssh.ConfigParseError, asyncssh.KeyImportError) as error:
         raise LinkError(f"ssh configuration: {error}", final=True) from error

@@ -119,7 +119,7 @@ def _log_folder(logs: Path, run_id: str) -> Path:
     """
     try:
         made = not logs.exists()
-        (logs / run_id).mkdir(parents=True)
+        (logs / run_id).mkdir(parents=True, mode=0o700)
         if made:
             (logs / ".gitignore").write_text("*\n")
     except OSError as error:
