@@ -1,6 +1,7 @@
 """Every test sees eight CPU devices; the variables must be set before JAX is imported."""
 
 import functools
+import gc
 import json
 import os
 import subprocess
@@ -33,10 +34,29 @@ def pytest_sessionstart():
     assert jax.device_count() == 8
 
 
+def pytest_collection_finish():
+    """What is imported by now stays: the garbage collector need not look at it again while programs are traced."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     """Files with slow tests first: where files are shared out among processes, all are busy until the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="session")
+def programs_of_tests(tmp_path_factory):
+    """Programs compiled by one test of this process serve the others."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

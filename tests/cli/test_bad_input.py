@@ -29,7 +29,7 @@ def slicewise(command, tmp_path):
 
 
 @pytest.fixture
-def here(monkeypatch, tmp_path, capfd):
+def here(monkeypatch, tmp_path, capfd, programs_of_tests):
     """Runs the command in this process, which has imported JAX already, on one of its devices."""
     devices = cluster.by_slice(jax.devices()[:1])
     monkeypatch.setattr(cluster, "initialize", lambda: None)

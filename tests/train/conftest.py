@@ -5,7 +5,6 @@ import time
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from slicewise.config import load_config
 from slicewise.parallel import cluster
@@ -23,17 +22,6 @@ TINY = [
     "tensorboard=false",
 ]
 PRAISE = "The quick brown fox jumps over the lazy dog, and the dog does not mind. "
-
-
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """Programs compiled by one test serve the others."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")
@@ -76,12 +64,12 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(monkeypatch, tmp_path, corpus, compiled):
+def trainer(monkeypatch, tmp_path, corpus, programs_of_tests):
     return Trainer(monkeypatch, tmp_path, corpus)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, corpus, compiled):
+def trained(tmp_path_factory, corpus, programs_of_tests):
     """A trainer with one finished run: its folder is a checkpoint for verbs that read one."""
     with pytest.MonkeyPatch.context() as patch:
         trainer = Trainer(patch, tmp_path_factory.mktemp("trained"), corpus)
