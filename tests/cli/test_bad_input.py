@@ -132,6 +132,8 @@ def refused_by_the_cluster(done, code, *words):
         (["profile_from=200", "profile_steps=1"], ["profile_from = 200", "last step, 100"]),
         (["--local", "2x2"], ["2x2"]),
         (["--local", "0x1x1"], ["0x1x1"]),
+        (["--local", ""], ["--local ''", "is not a cluster"]),
+        ([""], ["config file ''"]),
         (["--local", "2x2x2", "ici_fsdp_parallelism=3"], ["multiply to 3", "4 devices per slice"]),
         (["--local", "2x1x2", "dcn_data_parallelism=3"], ["multiply to 3", "2 slices"]),
     ],
