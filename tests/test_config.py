@@ -65,7 +65,16 @@ def test_every_leaf_key_is_unique_and_there_are_fewer_than_100():
         ("run_name=../x", "run_name = '../x'"),
         ("steps", "write key=value"),
         ("adam_b1=1", "less than 1"),
-        ("run=3", "unknown key 'run'"),
+        ("run=3", "'run' is a section"),
+        ("steps=true", "steps = True: input should not be true or false"),
+        ("warmup_steps=false", "warmup_steps = False: input should not be true or false"),
+        ("steps=2147483648", "steps = 2147483648: input should be at most 2147483647"),
+        ("warmup_steps=99999999999999", "at most 2147483647"),
+        ("learning_rate=inf", "learning_rate = inf: input should be a finite number"),
+        ("z_loss_weight=nan", "z_loss_weight = nan"),
+        ("output_directory=", "output_directory = ''"),
+        ("model=", "model = ''"),
+        ("tokenizer=", "tokenizer = ''"),
     ],
 )
 def test_bad_override_is_one_sentence(override, message):
@@ -82,6 +91,8 @@ def test_bad_override_is_one_sentence(override, message):
         ("steps = 3", "key 'steps' belongs in section [run]"),
         ("[model]\nsteps = 3", "key 'steps' belongs in section [run]"),
         ("[runs]\nsteps = 3", "unknown key 'runs'. Did you mean 'run'?"),
+        ("run = 3", "'run' is a section and takes no value; write [run]"),
+        ("[[run]]\nsteps = 3", "'run' is a section"),
         ("[run\n", "is not TOML"),
         ("[run]\nsteps = 'x'", "steps = 'x'"),
     ],
@@ -95,7 +106,13 @@ def test_bad_file_is_one_sentence_with_its_name(tmp_path, text, message):
     assert str(path) in str(e.value)
 
 
+def test_the_seed_may_be_larger_than_other_numbers():
+    assert load_config(None, ["seed=4294967295"]).config.run.seed == 2**32 - 1
+
+
 def test_absent_file_and_undecodable_file(tmp_path):
+    with pytest.raises(UserError, match="config file ''"):
+        load_config("")
     with pytest.raises(UserError, match="No such file"):
         load_config(str(tmp_path / "none.toml"))
     (tmp_path / "bin.toml").write_bytes(b"\xff\xfe")

@@ -20,7 +20,10 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    ValidationInfo,
+    field_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from slicewise.catalog.model import first_problem
 from slicewise.costs.adapters import Lora as Adapters
@@ -29,10 +32,25 @@ from slicewise.errors import UserError, did_you_mean
 
 # Mesh axes, slowest first; each has an ici_ and a dcn_ key.
 AXES = ("data", "pipeline", "fsdp", "expert", "context", "tensor")
+LARGEST = 2**31 - 1  # devices count steps and tokens in 32 bits
 
 
 class Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise PydanticCustomError("truth_value", "input should not be true or false")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _fits_a_device(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, int) and value > LARGEST and info.field_name != "seed":
+            raise PydanticCustomError("too_large", f"input should be at most {LARGEST}")
+        return value
 
 
 Degree = typing.Annotated[int, Field(ge=-1)]  # of parallelism: -1 fills what the other axes leave
@@ -42,7 +60,7 @@ ContextStrategy = ContextExchange
 class Run(Part):
     run_name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Names the run's folder under output_directory."""
-    output_directory: str = "runs"
+    output_directory: str = Field("runs", min_length=1)
     """Where runs are kept: a local path, or any URL that the checkpoint library writes (gs://...)."""
     steps: PositiveInt = 100
     """Optimiser steps of the whole run."""
@@ -51,7 +69,7 @@ class Run(Part):
 
 
 class Model(Part):
-    model: str = "demo-1m"
+    model: str = Field("demo-1m", min_length=1)
     """A catalog name, a ModelSpec .toml, or a Hugging Face config.json."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations and matrix products; weights stay float32."""
@@ -119,7 +137,7 @@ class Data(Part):
     """Field of a record that holds a conversation, for fine-tuning on its answers; empty = documents are text."""
     chat_template: str = "auto"
     """How a conversation becomes text: auto (the tokenizer's own, else builtin), builtin, or a Jinja file."""
-    tokenizer: str = "bytes"
+    tokenizer: str = Field("bytes", min_length=1)
     """'bytes', a tokenizer.json, or a SentencePiece .model."""
     sequence_length: PositiveInt = 256
     """Tokens a packed sequence."""
@@ -340,7 +358,7 @@ def load_config(path: str | None, overrides: Iterable[str] = ()) -> LoadedConfig
     """
     sections: dict[str, dict[str, Any]] = {section: {} for section in RunConfig.model_fields}
     origins = dict.fromkeys(SECTION_OF, "default")
-    for section, values in (_read_toml(path) if path else {}).items():
+    for section, values in (_read_toml(path) if path is not None else {}).items():
         if section not in sections or not isinstance(values, dict):
             raise UserError(f"{path}: {_misplaced(section)}")
         for key, value in values.items():
@@ -380,7 +398,7 @@ def _read_toml(path: str) -> dict[str, Any]:
         with Path(path).open("rb") as file:
             return tomllib.load(file)
     except OSError as e:
-        raise UserError(f"config file {path}: {e.strerror}.") from e
+        raise UserError(f"config file {path or repr('')}: {e.strerror}.") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"config file {path} is not TOML: {e}.") from e
 
@@ -388,6 +406,8 @@ def _read_toml(path: str) -> dict[str, Any]:
 def _misplaced(key: str) -> str:
     if key in SECTION_OF:
         return f"key '{key}' belongs in section [{SECTION_OF[key]}]."
+    if key in RunConfig.model_fields:
+        return f"'{key}' is a section and takes no value; write [{key}], and its keys below."
     known = [*SECTION_OF, *RunConfig.model_fields]
     return f"unknown key '{key}'.{did_you_mean(key, known)} 'slicewise config' lists all keys."
 

@@ -1,6 +1,7 @@
 """What a user meets when something is wrong: one or two lines that say what to change, and the right exit code."""
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -11,7 +12,10 @@ import pytest
 from slicewise import cli
 from slicewise.checkpoint.manifest import complete_steps
 from slicewise.errors import ExitCode
+from slicewise.launch.targets import local
 from slicewise.parallel import cluster
+from slicewise.train import loop
+from slicewise.train.sole import sole
 
 TINY = ["model=demo-tiny", "sequence_length=32", "global_batch_size=4", "steps=4", "tensorboard=false"]
 QUICK = [*TINY, "dataset=synthetic", "checkpoint_every=2", "eval_batches=0", "compute_dtype=float32"]
@@ -132,6 +136,8 @@ def refused_by_the_cluster(done, code, *words):
         (["profile_from=200", "profile_steps=1"], ["profile_from = 200", "last step, 100"]),
         (["--local", "2x2"], ["2x2"]),
         (["--local", "0x1x1"], ["0x1x1"]),
+        (["--local", ""], ["--local ''", "is not a cluster"]),
+        ([""], ["config file ''"]),
         (["--local", "2x2x2", "ici_fsdp_parallelism=3"], ["multiply to 3", "4 devices per slice"]),
         (["--local", "2x1x2", "dcn_data_parallelism=3"], ["multiply to 3", "2 slices"]),
     ],
@@ -148,6 +154,13 @@ def test_an_unknown_verb_lists_the_known_ones(slicewise):
     done = slicewise("trian")
     assert done.returncode == ExitCode.USER
     assert "train" in done.stderr
+
+
+def test_only_what_is_absent_and_needed_is_asked_for(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["generate"])
+    assert end.value.code == ExitCode.USER
+    assert "required: CKPT. 'slicewise generate --help'" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback_and_the_code_stays(slicewise):
@@ -216,6 +229,17 @@ def test_what_every_process_of_a_cluster_finds_wrong_is_said_once(slicewise):
 
 
 # ---------------------------------------------------------------- where the run is kept
+
+
+@pytest.mark.parametrize("arguments", [[], ["--local", "1x1x1"]])
+def test_a_folder_in_which_another_process_trains_is_left_alone(here, monkeypatch, tmp_path, arguments):
+    for module in (loop, local):
+        monkeypatch.setattr(module, "sole", functools.partial(sole, wait_s=0))
+    with sole(tmp_path / "runs/run"):
+        refused(
+            here("train", *UNSAVED, *arguments), ExitCode.CONFLICT, "another process is training in runs/run"
+        )
+    assert [path.name for path in (tmp_path / "runs/run").iterdir()] == ["lock"]
 
 
 def test_a_path_below_a_file_cannot_hold_a_run(slicewise, tmp_path):

@@ -469,6 +469,14 @@ def test_pictures_are_well_formed_and_fetch_nothing():
         assert "prefers-color-scheme: dark" in text
 
 
+def test_the_picture_of_the_architecture_shows_verbs_that_exist():
+    text = (DOCS / "assets/architecture.svg").read_text()
+    shown = re.findall(r'<rect class="verb"[^>]*>\s*<text class="b"[^>]*>([^<]*)<', text)
+    assert {"plan", "compile", "train"} <= set(shown)
+    assert {f"slicewise {verb}" for verb in shown} <= dict(parsers(cli._parser())).keys()
+    assert "not built" not in text
+
+
 class _Fetched(html.parser.HTMLParser):
     """What a browser would load by itself for a page."""
 

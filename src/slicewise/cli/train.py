@@ -71,7 +71,7 @@ def _train(arguments: argparse.Namespace) -> int:
     gc.disable()  # little of what is loaded and traced up to the first step is garbage; the loop turns it on
     try:
         config = load(arguments).config
-        if arguments.local:
+        if arguments.local is not None:
             return _train_locally(arguments, config)
         from slicewise.train.progress import dump_stacks_when_asked
 
@@ -126,7 +126,7 @@ def _config(arguments: argparse.Namespace) -> None:
     from slicewise.launch.targets.local import parse_shape
 
     loaded = load(arguments)
-    degrees = _degrees(loaded.config, parse_shape(arguments.local)) if arguments.local else None
+    degrees = _degrees(loaded.config, parse_shape(arguments.local)) if arguments.local is not None else None
     section = ""
     for row in describe(loaded, degrees):
         if row.section != section:

@@ -14,6 +14,9 @@ class Parser(argparse.ArgumentParser):
     """Errors as everywhere else: what is wrong, and where to look, instead of every option there is."""
 
     def error(self, message: str) -> NoReturn:
+        message = message.replace(
+            ", key=value", ""
+        )  # argparse counts what may be absent among what is required
         self.exit(ExitCode.USER, f"slicewise: {message}. '{self.prog} --help' explains it.\n")
 
 

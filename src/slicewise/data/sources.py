@@ -263,7 +263,7 @@ class ParquetSource(FileSource):
             except (pyarrow.ArrowInvalid, OSError) as e:
                 if getattr(e, "errno", None) is not None:
                     raise
-                raise UserError(f"{path} is not a Parquet file, or is damaged: {e}.") from e
+                raise UserError(f"{path} is not a Parquet file, or is damaged: {str(e).rstrip('.')}.") from e
 
     def _check(self, path: str, schema: Any) -> None:
         import pyarrow

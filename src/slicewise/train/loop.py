@@ -30,6 +30,7 @@ from slicewise.train.metrics import MetricWriter, make_directory
 from slicewise.train.preemption import Preemption
 from slicewise.train.profiling import Profiler
 from slicewise.train.progress import Sink, reporter
+from slicewise.train.sole import sole
 from slicewise.train.step import TrainState, TrainStep, build_train_step
 from slicewise.train.turns import Turns
 
@@ -40,9 +41,11 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> ExitCode:
     DONE, or PREEMPTED when it was asked to stop, by way of ``preemption``, and has saved.
     """
     _check(config)
-    with Ledger(config.local_directory) as ledger:
+    with contextlib.ExitStack() as held, Ledger(config.local_directory) as ledger:
         ledger.now("join")
         runtime.start()
+        if jax.process_index() == 0:  # before anything is written there
+            held.enter_context(sole(config.local_directory))
         if config.metrics.goodput_logger and jax.process_index() == 0:
             ledger.attach(exporter(config))
         ledger.joined(jax.process_index() == 0)

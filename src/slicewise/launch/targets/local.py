@@ -3,6 +3,7 @@
 Every process runs the same command; how it finds its peers comes from the environment (child_environment).
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ from slicewise.launch.worker_files import WorkerFiles
 from slicewise.train.elastic import ALL_SLICES
 from slicewise.train.goodput_log import LaunchLog
 from slicewise.train.progress import ProgressDisplay
+from slicewise.train.sole import sole
 
 MAX_PROCESSES = 64
 MAX_DEVICES = 1024  # of all processes; each is a few threads and its own copy of replicated arrays
@@ -130,9 +132,29 @@ def run_local(
     failed, and all leave their stacks in their output. When this process dies, even by SIGKILL, so do all of them.
 
     ``log_directory`` gets slice0-host1.log and so on, with the raw output of each process; ``run_directory``
-    the times of starts and ends.
-    Raises UserError when the processes or their logs cannot be started.
+    the times of starts and ends, and is held meanwhile: two runs in it exclude each other.
+    Raises UserError when the processes or their logs cannot be started, or another run holds the directory.
     """
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(sole(run_directory)) if run_directory else {}
+        logs = _logs(log_directory, shape)
+        log = LaunchLog(run_directory)
+        commands = _commands(command, shape, {**os.environ, **held, **log.begin()}, logs)
+        attempt = _run(
+            commands,
+            console,
+            log,
+            failure_grace_s=failure_grace_s,
+            stop_grace_s=stop_grace_s,
+            watchdog=Watchdog(watch, shape.processes) if watch else None,
+        )
+        code = attempt.exit_code()
+        log.stamp("done" if code == ExitCode.DONE else "wait")
+    return code
+
+
+def _logs(log_directory: Path | None, shape: ClusterShape) -> list[Path | None]:
+    """A file for each process; makes the directory."""
     if log_directory is not None:
         try:
             log_directory.mkdir(parents=True, exist_ok=True)
@@ -140,23 +162,10 @@ def run_local(
             raise UserError(
                 f"cannot create the log directory {log_directory}: {error.strerror}.", code=ExitCode.INTERNAL
             ) from error
-    logs = [
+    return [
         log_directory / f"slice{slice_id}-host{host}.log" if log_directory else None
         for slice_id, host in map(shape.place, range(shape.processes))
     ]
-    log = LaunchLog(run_directory)
-    commands = _commands(command, shape, {**os.environ, **log.begin()}, logs)
-    attempt = _run(
-        commands,
-        console,
-        log,
-        failure_grace_s=failure_grace_s,
-        stop_grace_s=stop_grace_s,
-        watchdog=Watchdog(watch, shape.processes) if watch else None,
-    )
-    code = attempt.exit_code()
-    log.stamp("done" if code == ExitCode.DONE else "wait")
-    return code
 
 
 def run_attempt(job: JobFolder, spec: JobSpec, claim: Claim, console: Console) -> Ending | None:
