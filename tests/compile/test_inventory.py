@@ -3,6 +3,7 @@
 What the compiler left is kept in dumps/layouts, made by scripts/make_compiled_dumps.py.
 """
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -16,7 +17,7 @@ from slicewise.compile.collectives import Layout
 from slicewise.compile.inventory import SMALL_BYTES, by_kind, found_collectives
 from slicewise.compile.work import Describer
 from slicewise.config import load_config
-from slicewise.costs.communication import priced_collectives
+from slicewise.costs.communication import Sent, priced_collectives
 from slicewise.costs.device import device_of
 from slicewise.costs.shapes import model_shape
 from slicewise.interop.huggingface import load_spec
@@ -44,12 +45,12 @@ def test_a_step_does_the_collectives_that_are_priced_and_no_others(folder):
     shape = model_shape(load_spec(config.model.model))
     step = priced(config, shape, cluster)
     planned = priced_collectives(shape, step.layout, step.recipe, config.data.sequence_length)
-    wanted = by_kind((p.op, p.network, p.axes, p.sent_bytes) for p in planned)
+    wanted = by_kind(planned)
     describe = Describer(layout, device_of(cluster.chip))
     found = by_kind(
-        (f.op, f.network, f.axes, f.times * f.sent_bytes)
-        for f in found_collectives(module, describe)
-        if f.sent_bytes >= SMALL_BYTES
+        dataclasses.replace(one, sent_bytes=times * one.sent_bytes)
+        for times, one in found_collectives(module, describe)
+        if one.sent_bytes >= SMALL_BYTES
     )
     assert found.keys() == wanted.keys()
     for kind, sent in wanted.items():
@@ -66,11 +67,11 @@ def test_every_family_is_there():
 
 def test_an_all_reduce_is_a_scatter_and_a_gather():
     axes = frozenset({"fsdp"})
-    whole = by_kind([("all-reduce", "ici", axes, 8.0)])
-    assert whole == by_kind([("reduce-scatter", "ici", axes, 4.0), ("all-gather", "ici", axes, 4.0)])
+    whole = by_kind([Sent("all-reduce", "ici", axes, 8.0)])
+    assert whole == by_kind([Sent("reduce-scatter", "ici", axes, 4.0), Sent("all-gather", "ici", axes, 4.0)])
 
 
 def test_what_a_loop_does_counts_as_often_as_it_runs():
     _, cluster, module, layout = read(next(f for f in FAMILIES if f.name == "fsdp"))
     found = list(found_collectives(module, Describer(layout, device_of(cluster.chip))))
-    assert {f.times for f in found} == {1, 32}
+    assert {times for times, _ in found} == {1, 32}

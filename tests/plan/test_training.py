@@ -9,6 +9,7 @@ from slicewise.plan import training
 from slicewise.plan.offers import Goal
 from slicewise.plan.operations import operations
 from slicewise.plan.run_config import beyond_config
+from slicewise.plan.search import fits
 from slicewise.plan.training import Choices
 
 LLAMA = model_shape(model.load("llama3-8b"))
@@ -92,7 +93,7 @@ def test_else_the_fastest_that_can_be_written_says_what_it_lacks():
     written = training.expressible(plan)
     assert not beyond_config(written.candidate)
     assert written.candidate.estimate.step_time_s >= plan.best.estimate.step_time_s
-    assert training.fits(written.candidate)
+    assert fits(written.candidate)
     assert "a step against the first choice, which uses" in written.text
 
 

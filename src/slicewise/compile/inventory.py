@@ -1,25 +1,13 @@
 """Which collectives a compiled program does, one by one, and the same in terms of those that the planner prices."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from slicewise.compile.collectives import OPS
 from slicewise.compile.hlo import Computation, Instruction, Module, trip_count
 from slicewise.compile.schedule import Describe, is_done
-
-
-@dataclass(frozen=True)
-class Found:
-    """One collective of a program. ``sent_bytes``: by each device, each of ``times`` a step."""
-
-    op: str
-    network: Literal["ici", "dcn"]
-    axes: frozenset[str]
-    sent_bytes: float
-    times: int
-    instruction: Instruction
-
+from slicewise.costs.communication import Sent
+from slicewise.costs.network import Op
 
 # What is smaller is no part of a price: scalars, sums of norms' gradients and of the loss, numbers of segments.
 SMALL_BYTES = 2**17
@@ -28,17 +16,18 @@ Kind = tuple[
 ]  # gather, scatter, exchange or permute; network; axes
 
 
-def by_kind(sent: Iterable[tuple[str, Literal["ici", "dcn"], frozenset[str], float]]) -> dict[Kind, float]:
-    """Bytes that a device sends by kind, of (collective, network, axes, bytes).
+def by_kind(collectives: Iterable[Sent]) -> dict[Kind, float]:
+    """Bytes that a device sends by kind.
 
     An all-reduce counts as a scatter and a gather, each of half its bytes. That is how it runs on a torus, and
     compilers take one for the other: a reduce-scatter along a dim that does not fall into tiles becomes an all-reduce
     of which each device keeps its part, which then shows as a gather too many.
     """
     sums: dict[Kind, float] = {}
-    for op, network, axes, bytes_ in sent:
-        for name, share in _KINDS[op]:
-            sums[name, network, axes] = sums.get((name, network, axes), 0.0) + share * bytes_
+    for c in collectives:
+        for name, share in _KINDS[c.op]:
+            kind = (name, c.network, c.axes)
+            sums[kind] = sums.get(kind, 0.0) + share * c.sent_bytes
     return sums
 
 
@@ -51,12 +40,14 @@ _KINDS = {
 }
 
 
-def found_collectives(module: Module, describe: Describe) -> Iterator[Found]:
-    """Those of all loops and branches, in the order of the schedule."""
+def found_collectives(module: Module, describe: Describe) -> Iterator[tuple[int, Sent]]:
+    """Those of all loops and branches, in the order of the schedule, each with how often a step does it."""
     yield from _within(module, module.entry, 1, describe)
 
 
-def _within(module: Module, computation: Computation, times: int, describe: Describe) -> Iterator[Found]:
+def _within(
+    module: Module, computation: Computation, times: int, describe: Describe
+) -> Iterator[tuple[int, Sent]]:
     for i in computation.instructions.values():
         if i.opcode == "while":
             body = module.computations[i.attribute("body").lstrip("%")]
@@ -69,7 +60,7 @@ def _within(module: Module, computation: Computation, times: int, describe: Desc
             if work is not None and work.kind == "collective" and work.bytes_:
                 network: Literal["ici", "dcn"] = "dcn" if work.label.startswith("dcn ") else "ici"
                 axes = frozenset(work.label.removeprefix("dcn ").split(" x "))
-                yield Found(work.op, network, axes, work.bytes_, times, i)
+                yield times, Sent(cast(Op, work.op), network, axes, work.bytes_)
 
 
 def _may_move(i: Instruction) -> bool:

@@ -13,8 +13,8 @@ from slicewise.costs.traffic import end_moves, layer_moves
 
 
 @dataclass(frozen=True)
-class Priced:
-    """One kind of collective over one set of axes. ``sent_bytes``: by each device, in a whole step."""
+class Sent:
+    """A kind of collective over a set of axes, and the bytes that each device sends."""
 
     op: Op
     network: Literal["ici", "dcn"]
@@ -22,8 +22,8 @@ class Priced:
     sent_bytes: float
 
 
-def priced_collectives(shape: ModelShape, layout: Layout, recipe: Recipe, seq: int) -> tuple[Priced, ...]:
-    """What a step of one ``layout`` (no arrays) communicates, the most bytes first."""
+def priced_collectives(shape: ModelShape, layout: Layout, recipe: Recipe, seq: int) -> tuple[Sent, ...]:
+    """What a step of one ``layout`` (no arrays) communicates in all, the most bytes first."""
     sums: dict[tuple[Op, Literal["ici", "dcn"], frozenset[str]], float] = {}
     for move, times in step_moves(shape, layout, recipe, seq):
         axes = frozenset(axis for axis, degree in move.degrees.items() if degree > 1)
@@ -31,7 +31,7 @@ def priced_collectives(shape: ModelShape, layout: Layout, recipe: Recipe, seq: i
         if axes and sent:
             key = (move.op, move.network, axes)
             sums[key] = sums.get(key, 0.0) + sent
-    found = (Priced(op, network, axes, sent) for (op, network, axes), sent in sums.items())
+    found = (Sent(op, network, axes, sent) for (op, network, axes), sent in sums.items())
     return tuple(sorted(found, key=lambda p: -p.sent_bytes))
 
 

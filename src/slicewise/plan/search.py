@@ -84,6 +84,12 @@ class Candidate:
     estimate: StepEstimate
 
 
+def fits(candidate: Candidate, margin: float = MARGIN) -> bool:
+    """Whether the layout leaves ``margin`` of the device's usable memory free."""
+    e = candidate.estimate
+    return e.hbm_total_bytes <= (1 - margin) * e.hbm_limit_bytes
+
+
 @dataclass(frozen=True)
 class Family:
     """The layouts that use the same axes for more than data: the best of them that fits, or the smallest."""
@@ -178,6 +184,7 @@ def remat_candidates(workload: Workload, base: Candidate) -> list[Candidate]:
     """
     shape, seq, cluster = workload.shape, workload.seq, base.cluster
     is_staged = base.layout.total("pipeline") > 1
+    host_bytes = device_of(cluster.chip).host_memory_bytes
     found = []
     for policy in {(p.saved, p.offloaded): p for p in (*POLICIES.values(), *SEARCHED_POLICIES)}.values():
         recipe = replace(base.recipe, remat=policy)
@@ -188,10 +195,9 @@ def remat_candidates(workload: Workload, base: Candidate) -> list[Candidate]:
                 check_recipe(shape, layout, recipe)
             except UserError:
                 break
-            e = estimate(shape, cluster, layout, recipe, seq)
-            host_bytes = device_of(cluster.chip).host_memory_bytes
-            if e.hbm_total_bytes <= (1 - MARGIN) * e.hbm_limit_bytes and e.host_bytes <= host_bytes:
-                found.append(Candidate(cluster, layout, recipe, e))
+            one = Candidate(cluster, layout, recipe, estimate(shape, cluster, layout, recipe, seq))
+            if fits(one) and one.estimate.host_bytes <= host_bytes:
+                found.append(one)
                 break
     return sorted(found, key=lambda c: c.estimate.step_time_s)
 

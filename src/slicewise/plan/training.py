@@ -8,7 +8,6 @@ from slicewise.catalog import slices
 from slicewise.catalog.chips import Chip
 from slicewise.catalog.slices import Cluster
 from slicewise.costs.layout import Recipe
-from slicewise.costs.memory import MARGIN
 from slicewise.costs.remat import RematPolicy
 from slicewise.costs.shapes import ModelShape
 from slicewise.errors import UserError, did_you_mean
@@ -120,12 +119,6 @@ def plan_free(
     offers = free_search(work, candidates, goal, policies=choices.policies, precisions=choices.precisions)
     first = plan_cluster(work, offers[0].candidate.cluster, run_tokens=goal.tokens, choices=choices)
     return TrainingPlan(first.result, first.reasons, goal.tokens, offers)
-
-
-def fits(candidate: Candidate, margin: float = MARGIN) -> bool:
-    """Whether the layout leaves ``margin`` of the device's usable memory free."""
-    e = candidate.estimate
-    return e.hbm_total_bytes <= (1 - margin) * e.hbm_limit_bytes
 
 
 @dataclass(frozen=True)

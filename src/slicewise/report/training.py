@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from slicewise.catalog.slices import Cluster
 from slicewise.costs.layout import AXES, Degrees
 from slicewise.costs.step import StepEstimate
-from slicewise.plan.search import Candidate
-from slicewise.plan.training import ScalingPoint, TrainingPlan, fits
+from slicewise.plan.search import Candidate, fits
+from slicewise.plan.training import ScalingPoint, TrainingPlan
 from slicewise.report.jsonable import SCHEMA, jsonable
 
 if TYPE_CHECKING:

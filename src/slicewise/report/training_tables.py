@@ -8,8 +8,8 @@ from rich.table import Table
 
 from slicewise.costs.units import count, duration, quantity
 from slicewise.plan.explain import Explanation
-from slicewise.plan.search import Candidate, SearchResult
-from slicewise.plan.training import ScalingPoint, TrainingPlan, fits
+from slicewise.plan.search import Candidate, SearchResult, fits
+from slicewise.plan.training import ScalingPoint, TrainingPlan
 from slicewise.report import training
 from slicewise.report.console import say
 from slicewise.report.tables import table

@@ -254,6 +254,7 @@ class _Run:
                 meter.restart_clock()
                 self.ledger.now("step")
         if STOP in due:
+            profiler.close()  # before the save, which has a deadline
             self._stop(number, state)
             return None
         profiler.before(config.run.steps + 1, state)
