@@ -1,7 +1,9 @@
 """What the cache of compiled programs holds is whole, or is made again."""
 
+import ast
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +78,17 @@ def test_an_entry_is_whole_before_it_has_its_name(compiles, request_):
     sizes = json.loads((kept / "facts.json").read_text())["sizes"]
     assert set(sizes) == {"scheduled.hlo.gz", "buffers.txt.gz", "live_ranges.txt.gz"}
     assert all(gzip.decompress((kept / n).read_bytes()) for n in sizes)
+
+
+ONLY_MEASURES = {"flops.py", "shapes.py"}  # of costs: what train counts with, which shapes no program
+
+
+def test_a_change_of_any_rule_that_shapes_a_program_makes_it_again():
+    source = Path(compiler.__file__).parents[1]
+    used = set()
+    for folder in compiler.SOURCES:
+        for path in (source / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slicewise.costs."):
+                    used.add(node.module.rpartition(".")[2] + ".py")
+    assert used - ONLY_MEASURES == {*compiler.RULES}

@@ -41,6 +41,7 @@ SETTINGS = {
 DUMPS = "--xla_dump_hlo_as_text --xla_dump_compact_gte=false"
 # What decides a program besides the config: a change of any of it is another program.
 SOURCES = ("model", "kernels", "parallel", "train", "catalog")
+RULES = ("adapters.py", "memory.py", "pipeline.py", "remat.py")  # of costs, by which a step is built
 COMPILING = ("child.py", "compiler.py", "programs.py", "target.py")  # the rest here only reads
 PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "tokamax", "qwix")  # those that are installed
 IRRELEVANT = (
@@ -232,7 +233,7 @@ def _versions() -> dict[str, str]:
 def _source_digest() -> str:
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    paths = [Path(__file__).with_name(name) for name in COMPILING]
+    paths = [Path(__file__).with_name(name) for name in COMPILING] + [root / "costs" / name for name in RULES]
     for folder in SOURCES:
         paths += sorted((root / folder).rglob("*.py")) + sorted((root / folder).rglob("*.toml"))
     for path in paths:
