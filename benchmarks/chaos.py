@@ -1,6 +1,7 @@
 """A run of two emulated slices under every fault at every moment, then under seeded schedules; nothing may be lost.
 
-    python benchmarks/chaos.py [--schedules 200] [--first SEED] [--no-matrix] [--local 2x1x1]
+    python benchmarks/chaos.py [--schedules 200] [--first SEED] [--no-matrix] [--only TEXT]
+        [--local 2x1x1]
 
 The matrix is kind of fault x victim (rank 0, another rank or slice, supervisor) x moment, a schedule for each cell that
 can be: a restore is made possible by a kill before it. Prints a line for each schedule and the table of slicewise chaos
@@ -37,6 +38,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--schedules", type=int, default=200, help="seeded schedules (default 200)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the first (default 0)")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="of the matrix, cells with this in their line"
+    )
     parser.add_argument("--no-matrix", action="store_true", help="only the seeded schedules")
     parser.add_argument(
         "--local", default="2x1x1", metavar="SxHxD", help="the emulated cluster (default 2x1x1)"
@@ -45,6 +49,7 @@ def main() -> int:
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles three times as fast
     shape = parse_shape(asked.local)
     cells = [] if asked.no_matrix else schedule.matrix(shape, steps=STEPS, every=EVERY, seed=MATRIX_SEEDS)
+    cells = [cell for cell in cells if asked.only in str(cell)]
     seeds = range(asked.first, asked.first + asked.schedules)
     seeded = [schedule.make(n, schedule.KINDS, shape, steps=STEPS, every=EVERY) for n in seeds]
     RESULT.parent.mkdir(exist_ok=True)

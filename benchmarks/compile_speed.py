@@ -77,6 +77,8 @@ def compiled(model: str, where: str, num_slices: int, batch: int, depth: Depth) 
     cluster = slices.cluster(where, num_slices)
     rows = batch * cluster.devices
     overrides = [f"model={model}", "sequence_length=4096", f"global_batch_size={rows}", "remat_policy=full"]
+    if cluster.slice.devices >= 4096:  # fully sharded, 8B would leave one column of a weight to a device
+        overrides += ["ici_data_parallelism=2", "ici_fsdp_parallelism=-1"]
     return analyse(compile_request(Request(load_config(None, overrides).config, cluster, depth=depth)))
 
 

@@ -116,6 +116,10 @@ def test_other_programs_are_shown_without_a_plan(kept, capsys):
         ([*HERE, "--slices", "0"], ["--slices 0"]),
         ([*HERE, "ici_fsdp_parallelism=3"], ["multiply to 3", "4 devices per slice"]),
         ([*HERE, "--slices", "2", "dcn_data_parallelism=3"], ["multiply to 3", "2 slices"]),
+        (
+            ["--chip", "v5p", "--topology", "4x4x4", "model=demo-tiny"],
+            ["parallelism 64 leaves a device one column", "use 32 and 2 of data"],
+        ),
         ([*HERE, "--timeout", "soon"], ["--timeout soon", "30d"]),
         ([*HERE, "--memory-limit", "much"], ["--memory-limit much", "2GiB"]),
         ([*HERE, "--trace", "trace.txt"], ["--trace trace.txt", ".json.gz"]),

@@ -17,7 +17,7 @@ CLUSTER = slices.cluster("v5p:4x4x12")
         (
             LLAMA,
             {"tensor": 12, "fsdp": 16},
-            r"tensor = 12 does not divide .*; the nearest degree that does is 16",
+            r"tensor = 12 does not divide .*; the nearest degree that does is 8",
         ),
         (MIXTRAL, {"expert": 16, "fsdp": 12}, "16 does not divide the 8 experts of mixtral-8x7b; .* is 8"),
         (LLAMA, {"pipeline": 3, "fsdp": 64}, "3 does not divide the 32 layers of llama3-8b; .* is 4"),

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 import time
 
 import numpy as np
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slicewise.catalog import chips, model, slices
+from slicewise.config import AXES
 from slicewise.costs.device import device_of
 from slicewise.costs.layout import Recipe
 from slicewise.costs.memory import MARGIN, device_total, memory_bytes
@@ -14,6 +16,7 @@ from slicewise.costs.remat import POLICIES
 from slicewise.costs.shapes import model_shape
 from slicewise.costs.step import estimate
 from slicewise.errors import UserError
+from slicewise.parallel import rules
 from slicewise.plan.check import check_layout, check_recipe
 from slicewise.plan.layouts import ICI_ORDER, combine, dcn_rows, ici_rows, limits_of, placements
 from slicewise.plan.search import DEFAULT_RECIPE, SEARCHED_POLICIES, Workload, search
@@ -37,6 +40,17 @@ def test_recommended_layouts_fit_with_the_margin_and_come_fastest_first(shape, p
         assert c.layout.dcn.product == count
         shards = c.layout.data_shards * c.layout.accumulation_steps * c.layout.pipeline_microbatches
         assert batch * c.layout.ici.context % shards == 0
+
+
+@pytest.mark.parametrize(("name", "place"), [("llama3-8b", "v5p:16x16x16"), ("deepseek-v3", "v5p:8x16x16")])
+def test_recommended_layouts_divide_the_weights_as_training_does(name, place):
+    spec, cluster = model.load(name), slices.cluster(place)
+    result = search(Workload(model_shape(spec), 4096, 2 * cluster.devices), cluster, top=1000)
+    assert len(result.ranked) > 5
+    for c in result.ranked:
+        degrees = {axis: int(c.layout.total(axis)) for axis in AXES}
+        rules.check(spec, 2 * cluster.devices, degrees)
+        assert math.prod(degrees[a] for a in ("pipeline", "fsdp", "expert", "context")) < spec.d_model
 
 
 def test_a_layout_priced_in_the_search_costs_what_it_costs_alone():

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from slicewise.config import RunConfig, resolve_degrees
 from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.kernels import tuned
+from slicewise.plan.layouts import SHARDING
 
 Depth = Literal["schedule", "full"]
 POLL_S = 0.05
@@ -205,7 +207,15 @@ def check(request: Request) -> None:
         raise UserError("the TPU compiler is not installed: pip install 'slicewise[compile]'.")
     if cluster.num_slices > MOST_SLICES:
         raise UserError(f"{cluster.num_slices} slices: at most {MOST_SLICES} can be joined.")
-    resolve_degrees(request.config, num_slices=cluster.num_slices, devices_per_slice=cluster.slice.devices)
+    degrees = resolve_degrees(
+        request.config, num_slices=cluster.num_slices, devices_per_slice=cluster.slice.devices
+    )
+    ways = math.prod(degrees.total(axis) for axis in SHARDING)
+    if ways == load_spec(request.config.model.model).d_model:
+        raise UserError(
+            f"{' x '.join(SHARDING)} parallelism {ways} leaves a device one column of each weight, on which the TPU"
+            f" compiler crashes; use {ways // 2} and 2 of data parallelism."
+        )
 
 
 def compiler_name(cluster: Cluster) -> str:

@@ -9,12 +9,13 @@ import numpy as np
 from slicewise.catalog.slices import Slice
 from slicewise.costs import pipeline, torus
 from slicewise.costs.device import Device
-from slicewise.costs.layout import Degrees, Layout, place_degrees
+from slicewise.costs.layout import Degrees, Layout, Number, place_degrees
 from slicewise.costs.network import Network
 from slicewise.costs.shapes import ModelShape
 
 MIN_CONTEXT_TOKENS = 2048  # of a sequence on one device: below it the blocks of attention kernels shrink
 MAX_TENSOR = 64
+FROM_LATENT = ("query_proj", "key_proj", "value_proj")  # what latents are multiplied by, where there are any
 MICROBATCHES = tuple(2**k for k in range(11))  # of one step: accumulated, or in flight through the pipeline
 
 
@@ -26,8 +27,15 @@ class Limits:
     widths: tuple[int, ...]  # dims that the tensor axis divides
     experts: int
     layers: int  # equal ones, or groups of them, that a pipeline divides
+    embed: tuple[int, ...]  # dims that fully sharded data parallelism divides, d_model first
     seq: int
     global_batch: int
+
+    def shards(self, ways: Number) -> Number:
+        """Whether weights can be divided in ``ways``: with more than one column of d_model a part, as the TPU compiler
+        crashes on one (libtpu 0.0.50)."""
+        divides = np.logical_and.reduce([dim % ways == 0 for dim in self.embed])
+        return divides & ((ways == 1) | (ways < self.embed[0]))
 
     def allows(self, axis: str, degree: int) -> bool:
         if axis == "tensor":
@@ -47,11 +55,14 @@ class Limits:
 
 
 def limits_of(shape: ModelShape, seq: int, global_batch: int) -> Limits:
-    """The tensor axis divides heads and every hidden width; experts of all sparse layers count alike."""
+    """The tensor axis divides the heads of keys (so those of queries) and every hidden width; experts of all sparse
+    layers count alike."""
     widths = {m.d_in for layer in shape.layers for m in layer.matmuls if m.sharding == "row"}
-    heads = functools.reduce(np.gcd, (layer.attention.heads for layer in shape.layers))
+    heads = functools.reduce(np.gcd, (layer.attention.kv_heads for layer in shape.layers))
     experts = max(layer.experts if layer.active else 1 for layer in shape.layers)
-    return Limits(int(heads), tuple(sorted(widths)), experts, shape.staged_groups, seq, global_batch)
+    into_heads = {m.d_in for layer in shape.layers for m in layer.matmuls if m.name in FROM_LATENT}
+    embed = (shape.d_model, *sorted(into_heads - {shape.d_model}))
+    return Limits(int(heads), tuple(sorted(widths)), experts, shape.staged_groups, embed, seq, global_batch)
 
 
 @functools.cache
@@ -75,6 +86,7 @@ def factorisations(n: int, axes: tuple[str, ...], limits: Limits) -> Iterator[tu
 
 ICI_ORDER = ("tensor", "context", "expert", "pipeline", "fsdp", "data")  # the most constrained first
 DCN_AXES = ("pipeline", "fsdp", "data")
+SHARDING = ("pipeline", "fsdp", "expert", "context")  # the axes over which weights are divided
 
 
 DCN_PIPELINES = (1, 2, 4, 8)  # depths tried between slices; deeper ones lose to data replicas by their bubble
@@ -167,8 +179,12 @@ def combine(ici: np.ndarray, ids: np.ndarray, dcn: np.ndarray, limits: Limits) -
     ].prod(2)
     stages = ici[:, ICI_ORDER.index("pipeline")][:, None] * dcn[None, :, 0]
     whole = ici[:, ICI_ORDER.index("context")] == 1  # see costs.pipeline.check_together
+    ways = ici[:, [ICI_ORDER.index(a) for a in SHARDING]].prod(1)[:, None] * dcn[None, :, :2].prod(2)
     a, b = np.nonzero(
-        (batch % shards == 0) & (limits.layers % stages == 0) & (whole[:, None] | (stages == 1))
+        (batch % shards == 0)
+        & (limits.layers % stages == 0)
+        & (whole[:, None] | (stages == 1))
+        & limits.shards(ways)
     )
     sequences = batch // shards[a, b]
     micro = np.array(MICROBATCHES)[None, :] * stages[a, b][:, None]

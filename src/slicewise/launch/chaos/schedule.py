@@ -103,14 +103,16 @@ def matrix(shape: ClusterShape, *, steps: int, every: int, seed: int) -> list[Sc
                     continue
                 if kind == "corrupt" and (moment in ("imports", "compile") or len(ranks) > 1):
                     continue
-                made.append(_cell(kind, ranks, moment, every, seed + len(made)))
+                made.append(_cell(kind, ranks, moment, steps, every, seed + len(made)))
     return made
 
 
-def _cell(kind: Kind, ranks: tuple[int, ...], moment: Moment, every: int, seed: int) -> Schedule:
+def _cell(kind: Kind, ranks: tuple[int, ...], moment: Moment, steps: int, every: int, seed: int) -> Schedule:
     chosen = random.Random(seed)
-    before = [Fault(1, "kill", (0,), "step", every + 2)] if moment == "restore" else []
-    step = {"step": every + 2, "save": 2 * every}.get(moment, 0)
+    # The third save waits for the second: so late, there are two whole checkpoints to restore or to damage.
+    late = min(3 * every + 1, steps)
+    before = [Fault(1, "kill", (0,), "step", late)] if moment == "restore" else []
+    step = {"step": late if kind == "corrupt" else every + 2, "save": 3 * every}.get(moment, 0)
     delay_s = round(chosen.uniform(0, DELAY_S[moment]), 4) if kind in _OUTSIDE else 0.0
     fault = Fault(len(before) + 1, kind, ranks, moment, step, delay_s, chosen.randrange(2**31))
     return Schedule(seed, (*before, fault))

@@ -17,8 +17,10 @@ from slicewise.report.tables import table
 def line(outcome: Outcome) -> str:
     """One line for one schedule."""
     verdict = "; ".join(outcome.violations) or "as undisturbed"
-    attempts = _counted(outcome.attempts, "attempt")
-    return f"seed {outcome.schedule.seed}: {outcome.schedule}: {attempts}, {outcome.wall_s:.1f} s: {verdict}"
+    attempts, asked = _counted(outcome.attempts, "attempt"), len(outcome.schedule.faults)
+    happened = len({one["attempt"] for one in outcome.fired})
+    counted = f", {happened} of {_counted(asked, 'fault')} happened" if happened < asked else ""
+    return f"seed {outcome.schedule.seed}: {outcome.schedule}: {attempts}{counted}, {outcome.wall_s:.1f} s: {verdict}"
 
 
 def text(out: Console, outcomes: Sequence[Outcome]) -> None:
