@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from slicewise.errors import ExitCode
+from slicewise.launch import out_of_memory
 from slicewise.launch.output import CHATTER
 from slicewise.launch.processes import KILL_WAIT_S, Asked, Child, Exited, Gang, Happening, Lines, Reported
 from slicewise.launch.watchdog import Watchdog
@@ -46,6 +47,7 @@ class _Failure:
     error: dict[str, Any] | None = None
     overdue_s: float | None = None
     stalled: str = ""
+    out_of_memory: bool = False  # in which the kernel kills whom it likes
 
     @property
     def code(self) -> ExitCode:
@@ -68,7 +70,8 @@ class _Failure:
         if code is None:
             return "reported an error and did not end"
         if code < 0:
-            return f"was killed by {_signal_name(-code)}"
+            why = f"; {out_of_memory.ADVICE}" if self.out_of_memory else ""
+            return f"was killed by {_signal_name(-code)}{why}"
         meaning = {
             ExitCode.RESTART: " (asks for a restart)",
             ExitCode.PREEMPTED: " (was asked to stop, and saved its state)",
@@ -103,6 +106,7 @@ class Attempt:
     has_stepped: bool = False  # any of them has
     abandoned: bool = False  # another attempt has taken its place
     next_orders_s: float = 0.0
+    kills: int = field(default_factory=out_of_memory.kills)  # for want of memory, before this attempt
 
     def watch(self) -> None:
         """Returns when all processes have ended, or could not be killed."""
@@ -198,7 +202,8 @@ class Attempt:
         elif self.asked and child.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM):
             self._allow(self.failure_grace_s)  # it saved nothing, so the others cannot either
         elif child.index not in self.failures:  # else its report came first
-            self._on_failure(_Failure(child))
+            is_killed = child.returncode == -signal.SIGKILL
+            self._on_failure(_Failure(child, out_of_memory=is_killed and out_of_memory.kills() > self.kills))
 
     def _on_failure(self, failure: _Failure) -> None:
         if failure.child.index in self.failures:
