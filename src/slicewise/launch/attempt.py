@@ -74,7 +74,7 @@ class _Failure:
             return f"was killed by {_signal_name(-code)}{why}"
         meaning = {
             ExitCode.RESTART: " (asks for a restart)",
-            ExitCode.PREEMPTED: " (was asked to stop, and saved its state)",
+            ExitCode.PREEMPTED: " (was asked to stop, and no step is lost)",
         }
         return f"exited with code {code}" + (meaning[ExitCode(code)] if code in _ORDERLY else "")
 

@@ -48,7 +48,8 @@ def check(config: RunConfig, step: TrainStep) -> None:
 def check_compiled(config: RunConfig, step: TrainStep, update: Any) -> list[str]:
     """Raises UserError where the compiled ``update`` needs more memory than this machine has; else a line where it
     needs more than is free now."""
-    stats = update.memory_analysis() if _is_host(step) else None
+    analyse = getattr(update, "memory_analysis", None)  # what wraps a program has none
+    stats = analyse() if analyse and _is_host(step) else None
     if stats is None:
         return []
     state = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes

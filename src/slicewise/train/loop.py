@@ -37,7 +37,7 @@ from slicewise.train.turns import Turns
 def train(config: RunConfig, preemption: Preemption | None = None) -> ExitCode:
     """Runs ``config`` to its last step on the devices of this job, from the newest checkpoint when resuming.
 
-    DONE, or PREEMPTED when it was asked to stop, by way of ``preemption``, and has saved.
+    DONE, or PREEMPTED when it was asked to stop, by way of ``preemption``, and has saved what there was to save.
     """
     _check(config)
     with contextlib.ExitStack() as held, Ledger(config.local_directory) as ledger:

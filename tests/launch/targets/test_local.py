@@ -220,7 +220,7 @@ def test_on_a_terminal_lines_appear_above_one_bar_that_stays(script, tmp_path):
         ("sys.exit(1)", 1, "exited with code 1"),
         ("sys.exit(2)", 2, "exited with code 2"),
         ("sys.exit(75)", 75, "asks for a restart"),
-        ("sys.exit(76)", 76, "saved its state"),
+        ("sys.exit(76)", 76, "no step is lost"),
         ("sys.exit(17)", 1, "exited with code 17"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1, "was killed by SIGKILL"),
         ("os.abort()", 1, "was killed by SIGABRT"),
