@@ -104,6 +104,9 @@ class Attempt:
     deadline_s: float | None = None
     overdue: bool = False  # the deadline is for stragglers after others were done: missing it is a failure
     has_stepped: bool = False  # any of them has
+    heard: set[int] = field(
+        default_factory=set
+    )  # those that have reported anything: they have begun to train
     abandoned: bool = False  # another attempt has taken its place
     next_orders_s: float = 0.0
     kills: int = field(default_factory=out_of_memory.kills)  # for want of memory, before this attempt
@@ -183,6 +186,7 @@ class Attempt:
         if self.supervision:
             self.supervision.saw(child.index, event)
             child.note(event)
+        self.heard.add(child.index)
         self.has_stepped = self.has_stepped or event.get("event") in ("step", "progress")
         if event.get("event") == "error":
             self._on_failure(_Failure(child, error=event))
@@ -254,13 +258,17 @@ class Attempt:
         self.gang.kill()
         self.deadline_s = time.monotonic() + KILL_WAIT_S
 
+    def _is_unbegun(self, child: Child) -> bool:
+        """Whether it was asked to stop before it could listen: it has lost no step."""
+        return bool(self.asked) and child.returncode == -signal.SIGTERM and child.index not in self.heard
+
     @property
     def cause(self) -> _Failure | None:
         return next(iter(self.failures.values()), None)
 
     def exit_code(self) -> int:
         """See run_local."""
-        ended = {child.returncode for child in self.gang.children}
+        ended = {ExitCode.PREEMPTED if self._is_unbegun(c) else c.returncode for c in self.gang.children}
         if self.asked and not ended <= {ExitCode.DONE, ExitCode.PREEMPTED}:
             return 128 + self.asked
         if self.cause:

@@ -506,6 +506,15 @@ def test_processes_that_ignore_sigterm_are_killed_after_the_grace(script, tmp_pa
     assert not any(map(is_alive, ranks))
 
 
+@pytest.mark.parametrize(("says", "code"), [("", ExitCode.PREEMPTED), ("emit(event='text', text='')\n", 143)])
+def test_a_process_that_was_stopped_before_it_could_listen_has_lost_nothing(script, tmp_path, says, code):
+    with parent(script(says + READY + "time.sleep(100)")) as process:
+        pids(tmp_path, "rank0", "rank1")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=10)
+    assert process.returncode == code
+
+
 @pytest.mark.parametrize("ends", ["signal.SIG_DFL", "lambda *_: os._exit(143)"])
 def test_when_one_could_not_save_the_others_do_not_get_the_whole_grace(script, tmp_path, ends):
     body = f"signal.signal(signal.SIGTERM, signal.SIG_IGN if rank else {ends})\n" + READY + "time.sleep(100)"

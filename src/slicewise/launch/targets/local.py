@@ -128,8 +128,8 @@ def run_local(
 
     The first failure decides: its code where that is one of ExitCode, else INTERNAL (signals, aborts).
     Asked to stop before that (SIGINT, SIGTERM, SIGHUP), the processes get SIGTERM and ``stop_grace_s``;
-    the code is then PREEMPTED if all ended by themselves and one said so, DONE if all had finished, else
-    128 + the signal: the state was not saved. With ``watch``, a process that makes no progress for so long has
+    the code is then PREEMPTED if all ended by themselves and one said so or had not begun, DONE if all had
+    finished, else 128 + the signal: steps may be lost. With ``watch``, a process that makes no progress for so long has
     failed, and all leave their stacks in their output. When this process dies, even by SIGKILL, so do all of them.
 
     ``log_directory`` gets slice0-host1.log and so on, with the raw output of each process; ``run_directory``
