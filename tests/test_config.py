@@ -1,11 +1,14 @@
 import math
 import subprocess
 import sys
+from importlib import resources
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slicewise.catalog import chips
+from slicewise.catalog import model as models
 from slicewise.config import (
     AXES,
     SECTION_OF,
@@ -16,6 +19,8 @@ from slicewise.config import (
     with_overrides,
 )
 from slicewise.errors import UserError
+from slicewise.launch.workers import read_inventory
+from slicewise.plan.write import write_config
 
 
 def resolved(overrides, slices, devices):
@@ -35,6 +40,24 @@ def test_file_then_overrides_and_origins(tmp_path):
     assert loaded.origins["steps"] == "command line"
     assert loaded.origins["seed"] == str(path)
     assert loaded.origins["model"] == "default"
+
+
+def test_a_byte_order_mark_at_the_start_of_any_toml_file_is_passed_over(tmp_path):
+    mark = b"\xef\xbb\xbf"
+    run, chip, model, hosts = (tmp_path / f"{name}.toml" for name in ("run", "chip", "model", "hosts"))
+    run.write_bytes(mark + b"[run]\nsteps = 7\n")
+    assert load_config(str(run)).config.run.steps == 7
+    write_config(str(run), {"seed": 5})
+    assert (load_config(str(run)).config.run.steps, load_config(str(run)).config.run.seed) == (7, 5)
+    chip.write_bytes(mark + b"[v5p]\non_demand = 1.5\n")
+    assert chips.load("v5p", None, str(chip), None).name == "v5p"
+    tiny = resources.files("slicewise.catalog").joinpath("models/demo-tiny.toml").read_bytes()
+    model.write_bytes(mark + tiny)
+    assert models.load(str(model)) == models.load("demo-tiny")
+    hosts.write_bytes(mark + b"[[worker]]\nslice = 0\nworker = 0\n")
+    with pytest.raises(UserError) as found:
+        read_inventory(hosts)
+    assert "not valid TOML" not in str(found.value)
 
 
 def test_described_config_reads_back_as_the_same_config(tmp_path):

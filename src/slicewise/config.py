@@ -395,8 +395,9 @@ def _validate(
 
 def _read_toml(path: str) -> dict[str, Any]:
     try:
-        with Path(path).open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(
+            Path(path).read_text(encoding="utf-8-sig")
+        )  # some editors begin files with a mark
     except OSError as e:
         raise UserError(f"config file {path or repr('')}: {e.strerror}.") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:

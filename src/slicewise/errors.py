@@ -2,8 +2,11 @@
 
 import difflib
 import errno
+import os
+import tempfile
 from collections.abc import Iterable
 from enum import IntEnum
+from pathlib import Path
 
 
 class ExitCode(IntEnum):
@@ -16,7 +19,7 @@ class ExitCode(IntEnum):
     UNAVAILABLE = 69  # a service failed or does not answer: try again later
     CONFLICT = 73  # it exists already, or is being changed by somebody else
     RESTART = 75  # nothing is wrong with the job: start the whole gang again
-    PREEMPTED = 76  # asked to stop; the state was saved first
+    PREEMPTED = 76  # asked to stop, and no step is lost: they were saved first, or none was taken
     DENIED = 77  # not logged in, or not allowed
     RATE_LIMITED = 78  # too many requests
     QUOTA = 79  # a quota is used up
@@ -48,6 +51,30 @@ def cannot_write(what: str, error: OSError) -> UserError:
     """
     code = ExitCode.USER if error.errno in _WRONG_PATH else ExitCode.INTERNAL
     return UserError(f"{what} cannot be written: {error.strerror or error}.", code=code)
+
+
+def write_whole(path: str | Path, data: bytes, what: str) -> None:
+    """Writes all of a file that a person named, or leaves it as it was; what is no file, such as a pipe, as it comes.
+
+    Raises UserError, see cannot_write.
+    """
+    path, temporary = Path(path), None
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException as error:
+        if temporary:
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise cannot_write(what, error) from error
+        raise
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -459,6 +459,7 @@ def test_with_no_good_step_the_reason_of_the_newest_is_raised_and_nothing_change
     store = open_store(copy)
     message = error_of(store.restore_newest, abstract(make_mesh(1, 1)), pytest.fail, code=ExitCode.INTERNAL)
     assert "checkpoint of step 2" in message
+    assert message.endswith(f"No older one is good either (step 1): delete {copy}, and the run starts anew.")
     assert complete_steps(str(copy)) == [1, 2]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from slicewise import cli
 from slicewise.errors import ExitCode, cannot_write
+from slicewise.train.goodput_log import append
 
 TRAIN = "plan --model llama3-8b --chip v5p --topology 4x4x4 --seq 8k --batch-tokens 4M"
 SERVE = "plan serve --model llama3.1-8b --chip v5e --prompt 8k --output 512 --latency-ms 30"
@@ -19,6 +20,7 @@ COMMANDS = [
     f"{TRAIN} --html FILE.html",
     f"{SERVE} --html FILE.html",
     f"{GOODPUT} --html FILE.html",
+    "goodput RUN --html FILE.html",
     f"{COMPILE} --html FILE.html",
     f"{COMPILE} --trace FILE.json",
     f"{COMPILE} --trace FILE.xplane.pb",
@@ -37,9 +39,10 @@ def run(monkeypatch, compiled, tmp_path, capsys):
     monkeypatch.setattr("slicewise.compile.compiler.cache_directory", lambda: tmp_path / "cache")
     (tmp_path / "cache" / found.request.key).mkdir(parents=True)
     (tmp_path / "cache" / found.request.key / "executable").write_bytes(b"code")
+    append(tmp_path / "run", {"at": 1, "by": "trainer", "start": "a", "state": "imports"})
 
     def run(command):
-        code = cli.main(cli._joined(command.split()))
+        code = cli.main(cli._joined(command.replace("RUN ", f"{tmp_path}/run ").split()))
         return code, capsys.readouterr().err
 
     return run
@@ -52,9 +55,13 @@ def option(command):
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join(c.split()[:2]) + option(c))
 def test_a_path_that_cannot_be_is_wrong_input(run, tmp_path, command):
     (tmp_path / "file").write_text("")
-    code, said = run(command.replace("FILE", f"{tmp_path}/file/x"))
-    assert code == ExitCode.USER, said
-    assert f"{tmp_path}/file/x" in said
+    missing = [] if option(command) == "--trace" else ["missing"]  # a trace makes its folder
+    for folder in ("file", *missing):
+        code, said = run(command.replace("FILE", f"{tmp_path}/{folder}/x"))
+        assert code == ExitCode.USER, said
+        assert f"{tmp_path}/{folder}/x" in said
+        assert len(said.splitlines()) == 1, said
+    assert not (tmp_path / "missing").exists()
 
 
 @pytest.mark.skipif(not Path("/sys").is_dir(), reason="needs a folder in which nobody can make files")
@@ -75,18 +82,28 @@ def test_a_place_that_cannot_be_written_is_the_environments_fault(run, tmp_path,
     assert "cannot be written: " in said
 
 
-def test_a_file_that_was_there_is_whole_after_a_disk_was_full(run, tmp_path, monkeypatch):
-    (tmp_path / "x.toml").write_text("[run]\nsteps = 3\n")
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join(c.split()[:2]) + option(c))
+def test_a_file_that_was_there_is_whole_after_a_disk_was_full(run, tmp_path, monkeypatch, command):
+    words = command.replace("FILE", f"{tmp_path}/x")
+    target = Path(words.split()[-1])
+    if option(command) != "--check":  # a result that is there is compared, and not written
+        target.write_text("[run]\nsteps = 3\n")
+    before = {path.name for path in tmp_path.iterdir()}
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "replace", full)
-    code, said = run(f"{GOODPUT} --write {tmp_path}/x.toml")
+    code, said = run(words)
     assert code == ExitCode.INTERNAL
-    assert f"config file {tmp_path}/x.toml cannot be written: No space left on device." in said
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "x.toml"]
-    assert (tmp_path / "x.toml").read_text() == "[run]\nsteps = 3\n"
+    assert f"{target} cannot be written: No space left on device." in said
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert option(command) == "--check" or target.read_text() == "[run]\nsteps = 3\n"
+
+
+def test_what_is_no_file_is_written_as_it_comes(run):
+    assert run(f"{GOODPUT} --html /dev/null") == (ExitCode.DONE, "wrote /dev/null\n")
+    assert not Path("/dev/null").is_file()
 
 
 @pytest.mark.parametrize(

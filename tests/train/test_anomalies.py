@@ -179,5 +179,7 @@ def test_a_run_goes_back_and_on_with_other_data_and_a_resumed_one_does_the_same(
 
 def test_without_a_checkpoint_so_old_the_run_stops_and_says_what_helps(trainer, poisoned):
     overrides, _ = poisoned
-    with pytest.raises(UserError, match=r"there is no checkpoint of step -\d+ or before to go back to"):
+    with pytest.raises(
+        UserError, match=r"there is no checkpoint from \d+ steps before the first to go back to"
+    ):
         trainer.train(*overrides, "on_bad_step=rollback", "rollback_steps=20")

@@ -43,6 +43,14 @@ def test_a_cpu_has_no_compiler_flags_and_no_kernels():
     assert choices.notes(config, load("demo-tiny"), mesh(config)) == []
 
 
+def test_a_warm_up_that_outlasts_the_run_is_warned_of():
+    for steps, words in ((9, "warmup_steps = 10 is more than steps = 9: the learning rate never"), (10, "")):
+        config = load_config(None, [*TINY, "warmup_steps=10", f"steps={steps}"]).config
+        said = "".join(choices.notes(config, load("demo-tiny"), mesh(config)))
+        assert words in said
+        assert bool(words) == bool(said)
+
+
 def test_a_chosen_kernel_that_the_program_lacks_is_an_error():
     choices.check_kernels(("splash",), 'custom_call @tpu_custom_call kernel_name = "splash_mha_fwd"')
     with pytest.raises(UserError, match="does not call the kernel ragged_dot_gmm") as caught:

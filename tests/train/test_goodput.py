@@ -139,6 +139,32 @@ stamps = st.builds(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"at": float("inf")},
+        {"at": -(10**23)},
+        {"at": 10**23},
+        {"step": 10**20},
+        {"from": -3},
+        {"data_us": float("inf")},
+        {"step": float("nan")},
+        {"at": None},
+    ],
+)
+def test_stamps_with_numbers_that_cannot_be_are_passed_over(damage):
+    good = {"at": 5, "by": "trainer", "start": "a", "state": "step"}
+    lines = [json.dumps(line) for line in (good, good | damage, good | {"at": 9})]
+    assert [stamp.at_us for stamp in parse(lines)] == [5, 9]
+
+
+def test_the_log_itself_instead_of_its_folder_is_not_found(tmp_path):
+    append(tmp_path, {"at": 5, "by": "trainer", "start": "a", "state": "step"})
+    with pytest.raises(UserError, match="expected the folder of a run") as found:
+        read(tmp_path / "goodput.jsonl")
+    assert found.value.code == ExitCode.NOT_FOUND
+
+
 @given(st.lists(stamps, max_size=30), st.booleans())
 def test_parts_add_up_to_the_wall_time_whatever_the_stamps(made, in_order):
     made = sorted(made, key=lambda s: s.at_us) if in_order else made

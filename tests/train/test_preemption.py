@@ -41,6 +41,7 @@ def started(tmp_path):
         process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT + body],
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             env={"PYTHONPATH": ":".join(sys.path), **environment},
         )
@@ -65,6 +66,7 @@ def test_before_there_is_anything_to_save_it_leaves_at_once(started):
     process = started("print('ready', flush=True)\ntime.sleep(60)")
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == ExitCode.PREEMPTED
+    assert process.stderr.read() == "SIGTERM before the first step: stops, with nothing to save\n"
 
 
 def test_also_while_the_main_thread_is_in_a_library(started):
@@ -103,7 +105,12 @@ def test_agreed_before_any_step_it_leaves_at_once_and_afterwards_it_has_the_grac
     preemption.heard(Point("stop", "SIGTERM elsewhere", {begun}))
     time.sleep(60)
     """
-    assert started(heard.format(begun=0)).wait(20) == ExitCode.PREEMPTED
+    process = started(heard.format(begun=0))
+    assert process.wait(20) == ExitCode.PREEMPTED
+    assert (
+        process.stdout.read()
+        == "SIGTERM elsewhere before the first step: stops, with nothing to save\nclosed\n"
+    )
     assert started(heard.format(begun=3)).wait(20) == NOT_SAVED
 
 

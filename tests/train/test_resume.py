@@ -232,6 +232,19 @@ def test_asked_to_stop_and_killed_in_a_save_in_a_restore_and_in_a_step_a_run_res
     assert_same(place, undisturbed)
 
 
+def test_a_job_goes_on_when_who_waits_for_it_is_killed(place, undisturbed):
+    state = {"XDG_STATE_HOME": str(place.folder / "state")}
+    submit = ("job", "submit", "run.toml", "--target", "local", "--local", "1x1x1", "--wait")
+    with place.command.popen(*submit, cwd=place.folder, env=state) as waiter:
+        wait_for(lambda: place.metrics.exists() and place.metrics.read_text().count("\n") > 2, waiter)
+        waiter.kill()
+        waiter.wait()
+    wait_for(lambda: (place.folder / "runs/run/job/result.json").exists())
+    shown = place.command.run("job", "status", "run", cwd=place.folder, env=state).stdout
+    assert re.search(r"state +done\n(.*\n)*attempt +1, after 0 failures", shown), shown
+    assert_same(place, undisturbed)
+
+
 def test_killed_after_the_end_a_run_says_that_it_is_complete(place, undisturbed):
     place.kill_when(lambda: place.completed()[-1:] == [STEPS])
     before = place.records()
@@ -242,6 +255,9 @@ def test_killed_after_the_end_a_run_says_that_it_is_complete(place, undisturbed)
 
 def test_a_cluster_that_is_killed_or_of_which_a_part_is_asked_to_stop_resumes(place, undisturbed_cluster):
     """Parts that are killed: tests/launch/chaos."""
+    begun_s = time.monotonic()
+    place.kill_when(lambda: time.monotonic() - begun_s > 0.5, *CLUSTER)
+    place.kill_when(lambda: place.has_taken(2), *CLUSTER)
     place.kill_in_a_save(*CLUSTER)
     output = place.preempt_when(lambda: place.has_taken(EVERY + 2), *CLUSTER, victim=1)
     assert "SIGTERM: saves and stops, within 50 s" in output

@@ -144,6 +144,14 @@ def test_other_text_is_refused_and_the_same_elsewhere_announced(trainer, tmp_pat
     shutil.copytree(trainer.corpus, tmp_path / "moved")
     trainer.train("steps=9", f"dataset_path={tmp_path / 'moved'}")
     assert f"dataset_path is '{tmp_path / 'moved'}' and was" in capsys.readouterr().out
+    first = tmp_path / "moved" / "0.txt"
+    whole = first.read_text()
+    first.write_text(whole + "!")  # as many passages as before
+    with pytest.raises(
+        UserError, match=r"the text of the dataset changed: [\d,]+ bytes \(\w+\) up to step 9, "
+    ):
+        trainer.train("steps=12", f"dataset_path={tmp_path / 'moved'}")
+    first.write_text(whole)
     (tmp_path / "moved" / "more.txt").write_text("more text")
     with pytest.raises(
         UserError, match=r"the dataset changed: 12 documents \(\w+\) up to step 9, 13 documents"

@@ -265,7 +265,7 @@ def _priced(chip: Chip, price_file: str, known: Mapping[str, str]) -> Chip:
 
 def _read(path: str, what: str) -> dict[str, dict[str, Any]]:
     try:
-        tables = tomllib.loads(Path(path).read_text())
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as e:
         raise UserError(f"{what} {path}: {e.strerror}.") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:

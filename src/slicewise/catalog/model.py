@@ -192,7 +192,7 @@ def load(name_or_path: str) -> ModelSpec:
     """
     if name_or_path.endswith(".toml"):
         try:
-            text = Path(name_or_path).read_text()
+            text = Path(name_or_path).read_text(encoding="utf-8-sig")
         except OSError as e:
             raise UserError(f"model file {name_or_path}: {e.strerror}.") from e
         except UnicodeDecodeError as e:

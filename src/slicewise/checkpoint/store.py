@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -185,8 +185,20 @@ class CheckpointStore:
                     say(line)
             return restored
         if bad:
-            raise bad[max(bad)]
+            raise self._none_is_good(bad)
         return None
+
+    def _none_is_good(self, bad: Mapping[int, DamagedStep | Unfit]) -> UserError:
+        """What is wrong with the newest, without the advice to go on from one that is as bad."""
+        newest, *older = sorted(bad, reverse=True)
+        found = bad[newest]
+        if not older or not all(isinstance(error, DamagedStep) for error in bad.values()):
+            return found
+        steps = f"step{'s' * (len(older) > 1)} {', '.join(map(str, older))}"
+        return DamagedStep(
+            cast(DamagedStep, found).what,
+            f"No older one is good either ({steps}): delete {self.directory}, and the run starts anew.",
+        )
 
     def drop_after(self, step: int) -> None:
         """Deletes newer steps: a run that went back to ``step`` takes another way from there."""

@@ -1,13 +1,12 @@
 """What slicewise compile does besides reporting: search, fix, check, keep the executable."""
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slicewise.cli import hardware, quantities
-from slicewise.errors import ExitCode, UserError, cannot_write
+from slicewise.errors import ExitCode, UserError, write_whole
 
 if TYPE_CHECKING:
     from slicewise.catalog.slices import Cluster
@@ -149,8 +148,6 @@ def save_executable(step: "CompiledStep", path: str) -> str:
 
     if not step.fits:
         return f"{path}: not written, for it does not fit"
-    try:
-        shutil.copyfile(cache_directory() / step.request.key / "executable", path)
-    except OSError as e:
-        raise cannot_write(f"--serialize {path}", e) from e
+    code = (cache_directory() / step.request.key / "executable").read_bytes()
+    write_whole(path, code, f"--serialize {path}")
     return f"{path}: the executable"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slicewise.cli import quantities
-from slicewise.errors import UserError, cannot_write
+from slicewise.errors import UserError, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,9 +119,5 @@ def show(
 
 def save_html(path: str, text: str) -> str:
     """Writes a page and says where. Raises UserError when it cannot be written."""
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as e:
-        raise cannot_write(f"--html {path}", e) from e
+    write_whole(path, text.encode(), f"--html {path}")
     return path

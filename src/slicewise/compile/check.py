@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from slicewise.compile.analysis import CompiledStep
-from slicewise.errors import UserError, cannot_write
+from slicewise.errors import UserError, write_whole
 from slicewise.interop.huggingface import load_spec
 
 SLOWER = 0.02  # that a predicted step may be slower than the stored one
@@ -74,7 +74,4 @@ def read(path: str) -> Stored | None:
 
 def write(path: str, step: CompiledStep) -> None:
     """Stores ``step``. Raises UserError when the file cannot be written."""
-    try:
-        Path(path).write_text(Stored.of(step).model_dump_json(indent=1) + "\n")
-    except OSError as e:
-        raise cannot_write(f"--check {path}", e) from e
+    write_whole(path, (Stored.of(step).model_dump_json(indent=1) + "\n").encode(), f"--check {path}")

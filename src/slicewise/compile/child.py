@@ -38,6 +38,9 @@ def main() -> None:
         outcome: dict[str, Any] = {"error": None}
     except UserError as e:
         outcome = {"error": str(e), "kind": "user"}
+    except MemoryError as e:  # of this machine, while the step was traced
+        advice = "lower sequence_length or global_batch_size."
+        outcome = {"error": f"this machine has no memory to trace the step: {e}; {advice}", "kind": "user"}
     except jax.errors.JaxRuntimeError as e:
         outcome = {"error": str(e), "kind": "compiler"}
     (directory / "outcome.json").write_text(json.dumps(outcome))

@@ -139,6 +139,9 @@ class TokenizedDocuments:
             "dataset": f"{len(self._source):,} documents ({names.hexdigest()})",
             "tokenizer": self.tokenizer.fingerprint,
         }
+        if sizes := self._source.sizes_bytes:  # text that was edited has another size, in all likelihood
+            each = hashlib.blake2b("\n".join(map(str, sizes)).encode(), digest_size=4)
+            self.fingerprint["text of the dataset"] = f"{sum(sizes):,} bytes ({each.hexdigest()})"
         self._shards = data.global_batch_size
         # Evaluations of runs that differ in their seed are to be comparable.
         self._shuffled = order.shuffled(len(self._documents), config.run.seed if split == "train" else 0)

@@ -48,11 +48,15 @@ class Field:
 class Source(Protocol):
     """A sequence of documents, each text or a conversation (a list of messages).
 
-    ``files`` names them: (file, number of its documents), in order.
+    ``files`` names them: (file, number of its documents), in order. ``sizes_bytes`` are of the same files; none
+    where the documents lie in no files that we know.
     """
 
     @property
     def files(self) -> Sequence[tuple[str, int]]: ...
+
+    @property
+    def sizes_bytes(self) -> Sequence[int]: ...
 
     def __len__(self) -> int: ...
 
@@ -125,6 +129,7 @@ class FileSource(abc.ABC):
     """Documents of several files: number ``i`` over all of them is number ``k`` of one."""
 
     def __init__(self, files: Files, counts: Sequence[int]):
+        self.sizes_bytes = [_size_bytes(path) for _, path in files]
         self.files = [(name, count) for (name, _), count in zip(files, counts, strict=True)]
         self._paths = [path for _, path in files]
         self._ends = list(accumulate(counts))
@@ -143,6 +148,11 @@ class FileSource(abc.ABC):
         """Document ``k`` of file number ``file``."""
 
 
+def _size_bytes(path: str) -> int:
+    with reading(path):
+        return os.stat(path).st_size
+
+
 class TextSource(FileSource):
     """Plain text: each file is cut into passages of about ``passage`` bytes, at a newline where one is near.
 
@@ -152,16 +162,16 @@ class TextSource(FileSource):
     def __init__(self, files: Files, passage: int):
         self._passage = passage
         self._window = min(NEWLINE_WINDOW_BYTES, passage // 2)
-        self._sizes = []
+        sizes = []
         for _, path in files:
+            sizes.append(_size_bytes(path))
             with reading(path):
-                self._sizes.append(os.stat(path).st_size)
                 if not os.access(path, os.R_OK, effective_ids=True):  # now, not hours into the run
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        super().__init__(files, [-(-size // passage) for size in self._sizes])
+        super().__init__(files, [-(-size // passage) for size in sizes])
 
     def _read(self, file: int, k: int) -> str:
-        path, size = self._paths[file], self._sizes[file]
+        path, size = self._paths[file], self.sizes_bytes[file]
         nominal_start, nominal_end = k * self._passage, min((k + 1) * self._passage, size)
         start = max(nominal_start - self._window, 0)
         content = read_bytes(path, start, nominal_end - start)
@@ -347,7 +357,7 @@ class HuggingFaceSource:
         if field.name not in dataset.column_names:
             raise _no_field(name, field, dataset.column_names)
         self._name, self._field, self._dataset = name, field, dataset
-        self.files = [("", len(dataset))]
+        self.files, self.sizes_bytes = [("", len(dataset))], ()
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -107,7 +107,7 @@ def own() -> tuple[Entry, ...]:
 @functools.lru_cache(maxsize=4)
 def _read(path: Path, changed_ns: int, size: int) -> tuple[Entry, ...]:
     try:
-        return _parsed(path.read_text(), str(path))
+        return _parsed(path.read_text(encoding="utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: {e}.", code=ExitCode.INTERNAL) from e
 

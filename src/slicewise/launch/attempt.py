@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from slicewise.errors import ExitCode
+from slicewise.launch import out_of_memory
 from slicewise.launch.output import CHATTER
 from slicewise.launch.processes import KILL_WAIT_S, Asked, Child, Exited, Gang, Happening, Lines, Reported
 from slicewise.launch.watchdog import Watchdog
@@ -46,6 +47,7 @@ class _Failure:
     error: dict[str, Any] | None = None
     overdue_s: float | None = None
     stalled: str = ""
+    out_of_memory: bool = False  # in which the kernel kills whom it likes
 
     @property
     def code(self) -> ExitCode:
@@ -68,10 +70,11 @@ class _Failure:
         if code is None:
             return "reported an error and did not end"
         if code < 0:
-            return f"was killed by {_signal_name(-code)}"
+            why = f"; {out_of_memory.ADVICE}" if self.out_of_memory else ""
+            return f"was killed by {_signal_name(-code)}{why}"
         meaning = {
             ExitCode.RESTART: " (asks for a restart)",
-            ExitCode.PREEMPTED: " (was asked to stop, and saved its state)",
+            ExitCode.PREEMPTED: " (was asked to stop, and no step is lost)",
         }
         return f"exited with code {code}" + (meaning[ExitCode(code)] if code in _ORDERLY else "")
 
@@ -101,8 +104,12 @@ class Attempt:
     deadline_s: float | None = None
     overdue: bool = False  # the deadline is for stragglers after others were done: missing it is a failure
     has_stepped: bool = False  # any of them has
+    heard: set[int] = field(
+        default_factory=set
+    )  # those that have reported anything: they have begun to train
     abandoned: bool = False  # another attempt has taken its place
     next_orders_s: float = 0.0
+    kills: int = field(default_factory=out_of_memory.kills)  # for want of memory, before this attempt
 
     def watch(self) -> None:
         """Returns when all processes have ended, or could not be killed."""
@@ -179,6 +186,7 @@ class Attempt:
         if self.supervision:
             self.supervision.saw(child.index, event)
             child.note(event)
+        self.heard.add(child.index)
         self.has_stepped = self.has_stepped or event.get("event") in ("step", "progress")
         if event.get("event") == "error":
             self._on_failure(_Failure(child, error=event))
@@ -198,7 +206,8 @@ class Attempt:
         elif self.asked and child.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM):
             self._allow(self.failure_grace_s)  # it saved nothing, so the others cannot either
         elif child.index not in self.failures:  # else its report came first
-            self._on_failure(_Failure(child))
+            is_killed = child.returncode == -signal.SIGKILL
+            self._on_failure(_Failure(child, out_of_memory=is_killed and out_of_memory.kills() > self.kills))
 
     def _on_failure(self, failure: _Failure) -> None:
         if failure.child.index in self.failures:
@@ -249,13 +258,17 @@ class Attempt:
         self.gang.kill()
         self.deadline_s = time.monotonic() + KILL_WAIT_S
 
+    def _is_unbegun(self, child: Child) -> bool:
+        """Whether it was asked to stop before it could listen: it has lost no step."""
+        return bool(self.asked) and child.returncode == -signal.SIGTERM and child.index not in self.heard
+
     @property
     def cause(self) -> _Failure | None:
         return next(iter(self.failures.values()), None)
 
     def exit_code(self) -> int:
         """See run_local."""
-        ended = {child.returncode for child in self.gang.children}
+        ended = {ExitCode.PREEMPTED if self._is_unbegun(c) else c.returncode for c in self.gang.children}
         if self.asked and not ended <= {ExitCode.DONE, ExitCode.PREEMPTED}:
             return 128 + self.asked
         if self.cause:

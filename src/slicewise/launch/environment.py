@@ -4,7 +4,7 @@ The names are those that libtpu, JAX and Cloud TPU's own tools read; SLICEWISE_ 
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slicewise.launch.workers import Worker
 
@@ -19,6 +19,13 @@ STALE = (
     "TPU_WORKER_ID",
     "TPU_WORKER_HOSTNAMES",
 )
+# Of the cluster in which a shell runs that starts an emulated one: JAX would take the processes for its.
+CLUSTERS = ("SLURM_", "OMPI_", "PMIX_", "PMI_")
+
+
+def without_cluster(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` without what says of another cluster who and where its processes are."""
+    return {k: v for k, v in environment.items() if k not in STALE and not k.startswith(CLUSTERS)}
 
 
 def place_environment(workers: Sequence[Worker], worker: Worker, port: int) -> dict[str, str]:

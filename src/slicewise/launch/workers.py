@@ -133,7 +133,7 @@ def check_shape(workers: list[Worker], target: str) -> None:
 def read_inventory(path: Path) -> list[Worker]:
     """Workers of an inventory file. Raises UserError."""
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(
             f"no inventory file {str(path)!r}. --on takes such a file, emulator:NAME or qr:NAME."

@@ -1,13 +1,11 @@
 """Writing planned values into a run's config: a new file, or in place with comments and order kept."""
 
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slicewise.config import SECTION_OF, RunConfig, load_config
-from slicewise.errors import UserError, cannot_write
+from slicewise.errors import UserError, write_whole
 from slicewise.plan.run_config import Value, as_overrides
 
 
@@ -23,7 +21,7 @@ def write_config(path: str, values: Mapping[str, Value], *, note: str = "", crea
     exists = Path(path).exists()
     loaded = load_config(path if exists or not create else None, as_overrides(values))
     try:
-        document = tomlkit.parse(Path(path).read_text()) if exists else tomlkit.document()
+        document = tomlkit.parse(Path(path).read_text(encoding="utf-8-sig")) if exists else tomlkit.document()
     except tomlkit.exceptions.TOMLKitError as e:
         raise UserError(f"config file {path} is not TOML: {e}.") from e
     if not exists and note:
@@ -35,7 +33,7 @@ def write_config(path: str, values: Mapping[str, Value], *, note: str = "", crea
             document.add(section, tomlkit.table())
         for key in keys:
             _set(document[section], key, values[key])
-    _replace(Path(path), tomlkit.dumps(document))
+    write_whole(path, tomlkit.dumps(document).encode(), f"config file {path}")
     return loaded.config
 
 
@@ -50,21 +48,3 @@ def _set(table: Any, key: str, value: Value) -> None:
         table[key].update(value)
     else:
         table.pop(key, None)
-
-
-def _replace(path: Path, text: str) -> None:
-    """All of the file or nothing. Raises UserError when it cannot be written."""
-    name = None
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        mode = path.stat().st_mode if path.exists() else 0o644
-        os.chmod(name, mode & 0o777)
-        os.replace(name, path)
-    except BaseException as e:
-        if name:
-            os.unlink(name)
-        if isinstance(e, OSError):
-            raise cannot_write(f"config file {path}", e) from e
-        raise

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slicewise.compile.places import origin
 from slicewise.compile.schedule import COPY, CORE, DCN, FROM_HOST, SHARED, SPARSECORE, TO_HOST, Span
-from slicewise.errors import UserError, cannot_write
+from slicewise.errors import UserError, cannot_write, write_whole
 from slicewise.report import xplane
 
 if TYPE_CHECKING:
@@ -286,9 +286,9 @@ def write(step: "CompiledStep", path: str) -> str:
         data = gzip.compress(data, 6, mtime=0) if path.endswith(".gz") else data
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
     except OSError as e:
         raise cannot_write(f"--trace {path}", e) from e
+    write_whole(target, data, f"--trace {path}")
     return path
 
 

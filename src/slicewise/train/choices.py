@@ -146,6 +146,11 @@ def compiler_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
 def notes(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> list[str]:
     """What the user should know of these choices at the start of a run."""
     found = []
+    if (warmup := config.warmup_steps) > config.run.steps:
+        found.append(
+            f"warning: warmup_steps = {warmup} is more than steps = {config.run.steps}: the learning rate never"
+            f" reaches {config.optimizer.learning_rate:g}."
+        )
     chip = chips.of_device_kind(mesh.devices.flat[0].device_kind)
     how = quantization(config, spec)
     if how and chip and (note := slower(how, chip)):

@@ -2,8 +2,6 @@
 
 import re
 
-from jax.errors import JaxRuntimeError
-
 from slicewise.config import RunConfig
 from slicewise.errors import ExitCode, UserError
 
@@ -11,18 +9,25 @@ _BYTES = re.compile(r"(?:allocat\w+|reserve) ([\d.]+ ?[KMGT]?i?B?(?:ytes)?)", re
 _COLLECTIVE = re.compile(r"Gloo|collective|Connection (?:closed|reset) by peer|coordination service", re.I)
 
 
-def explained(error: JaxRuntimeError, config: RunConfig, *, has_stepped: bool) -> Exception:
+def explained(error: Exception, config: RunConfig, *, has_stepped: bool) -> Exception:
     """``error`` in a line of advice, or itself where there is none.
 
     Out of memory before the first step the config is at fault; later, something else in this machine's memory is.
     """
     text = str(error).strip().split("\n")[0]
-    if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
-        wanted = found[1] if (found := _BYTES.search(text)) else "what the step needs"
+    if "overflow in static extent" in text:
+        data = config.data
         return UserError(
-            f"out of memory: a device cannot give {wanted}; raise gradient_accumulation_steps (now"
-            f" {config.optimizer.gradient_accumulation_steps}), choose a remat_policy that keeps less (now"
-            f" {config.model.remat_policy}), or more fsdp parallelism.",
+            f"no array can be as large as a step of global_batch_size = {data.global_batch_size} sequences of"
+            f" sequence_length = {data.sequence_length} needs; lower one of them."
+        )
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
+        wanted = found[1] if (found := _BYTES.search(text)) else "what the step needs"
+        who = "this machine" if isinstance(error, MemoryError) else "a device"
+        return UserError(
+            f"out of memory: {who} cannot give {wanted}; lower global_batch_size or sequence_length, raise"
+            f" gradient_accumulation_steps (now {config.optimizer.gradient_accumulation_steps}), choose a"
+            f" remat_policy that keeps less (now {config.model.remat_policy}), or more fsdp parallelism.",
             code=ExitCode.INTERNAL if has_stepped else ExitCode.USER,
         )
     if _COLLECTIVE.search(text):

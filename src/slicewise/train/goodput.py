@@ -37,6 +37,7 @@ PHASES = ("detect", "stop", "delay", "wait", "start", "imports", "join", "restor
           "first step")  # fmt: skip
 STATES = {"start", "stop", "delay", "wait", "done", "imports", "join", "restore", "compile", "prepare", "step",
           "save", "evaluate", "finish"}  # fmt: skip
+_MOST = 1 << 53  # of microseconds that is 285 years: a larger number is a damaged one
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def read(directory: Path) -> list[Stamp]:
     path = directory / FILE
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{path} does not exist: expected the folder of a run that was started, such as runs/demo.",
             code=ExitCode.NOT_FOUND,
@@ -126,9 +127,10 @@ def parse(lines: Iterable[str]) -> Iterator[Stamp]:
             continue
         try:
             found = _stamp(json.loads(line[begin:]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             continue
-        if found.state in STATES:
+        numbers = (abs(found.at_us), found.data_us, found.step or 0, found.from_step or 0)
+        if found.state in STATES and all(0 <= number < _MOST for number in numbers):
             yield found
 
 

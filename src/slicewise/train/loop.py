@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.errors import JaxRuntimeError
 
 from slicewise.checkpoint.manifest import complete_steps
 from slicewise.config import RunConfig
@@ -17,7 +16,7 @@ from slicewise.errors import ExitCode, UserError
 from slicewise.parallel import cluster
 from slicewise.parallel.cluster import SliceDevices
 from slicewise.parallel.mesh import build_mesh
-from slicewise.train import anomalies, choices, elastic, initial, programs, runtime
+from slicewise.train import anomalies, choices, elastic, host_memory, initial, programs, runtime
 from slicewise.train.agreement import STOP, Agreement
 from slicewise.train.batches import held_out_loss, local_rows, to_global
 from slicewise.train.corruption import Checks
@@ -38,7 +37,7 @@ from slicewise.train.turns import Turns
 def train(config: RunConfig, preemption: Preemption | None = None) -> ExitCode:
     """Runs ``config`` to its last step on the devices of this job, from the newest checkpoint when resuming.
 
-    DONE, or PREEMPTED when it was asked to stop, by way of ``preemption``, and has saved.
+    DONE, or PREEMPTED when it was asked to stop, by way of ``preemption``, and has saved what there was to save.
     """
     _check(config)
     with contextlib.ExitStack() as held, Ledger(config.local_directory) as ledger:
@@ -59,12 +58,13 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> ExitCode:
             )
             mesh = build_mesh(fitted.config, slices)
             step = build_train_step(fitted.config, mesh)
+            host_memory.check(fitted.config, step)
             stack.enter_context(jax.set_mesh(mesh))
             run = _Run(fitted, step, slices, report, stack, agreement, ledger)
             try:
                 choices.check_same_settings(fitted.config, step.spec, mesh)
                 code = run.run()
-            except JaxRuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 raise explained(error, config, has_stepped=agreement.begun > 1) from error
         runtime.stop()
         ledger.is_complete = code == ExitCode.DONE
@@ -202,6 +202,7 @@ class _Run:
             loader = loading.result()
             self.stack.callback(loader.close)
             cluster.wait_for_all("compiled")
+            notes = host_memory.check_compiled(config, self.step, update)
             self.ledger.now("prepare")
             if initialising:
                 state = programs.first_state(initialising.result(), self.step, params)
@@ -213,7 +214,7 @@ class _Run:
         profiler = Profiler(config, self.start)
         self.stack.callback(profiler.close)
         self._say(self._describe())
-        for note in choices.notes(config, self.step.spec, self.step.mesh):
+        for note in [*choices.notes(config, self.step.spec, self.step.mesh), *notes]:
             self._say(note)
         if loader.chat_template:
             self._say(f"chat template: {loader.chat_template}")

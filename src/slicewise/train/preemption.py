@@ -76,7 +76,7 @@ class Preemption:
         if point.what != "stop":
             return
         if point.begun == 0:
-            self._leave(ExitCode.PREEMPTED)
+            self._leave_unbegun(point.why)
         self._set_deadline()
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Preemption:
             return
         self._noticed = True
         if self._agreement is None:
-            self._leave(ExitCode.PREEMPTED)
+            self._leave_unbegun(why)
         else:
             self._say(f"{why}: saves and stops, within {self._grace_s:g} s")
             self._set_deadline()
@@ -144,6 +144,12 @@ class Preemption:
     def _say(self, text: str) -> None:
         if self._report:
             self._report({"event": "text", "text": text})
+
+    def _leave_unbegun(self, why: str) -> None:
+        if os.environ.get("SLICEWISE_PROCESS_ID", "0") == "0":  # once, where others hear of it too
+            text = f"{why} before the first step: stops, with nothing to save"
+            self._say(text) if self._report else print(text, file=sys.stderr)
+        self._leave(ExitCode.PREEMPTED)
 
     def _leave(self, code: int) -> None:
         """Ends the process from any thread, whatever the main one does."""

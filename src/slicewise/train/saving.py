@@ -216,8 +216,11 @@ class Saver:
         """As ``restore``; newer checkpoints are gone then. Raises UserError when there is none so old."""
         restored = self.restore(abstract_state, at_most=at_most)
         if restored is None:
+            where = (
+                f"of step {at_most} or before" if at_most > 0 else f"from {-at_most} steps before the first"
+            )
             raise UserError(
-                f"there is no checkpoint of step {at_most} or before to go back to; save more often, keep more"
+                f"there is no checkpoint {where} to go back to; save more often, keep more"
                 " (checkpoint_keep), or lower rollback_steps."
             )
         self.store.drop_after(restored.step)

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
-from slicewise.config import RunConfig
+from slicewise.config import LARGEST, RunConfig
 from slicewise.costs.adapters import Lora
 from slicewise.costs.remat import chosen
 from slicewise.errors import UserError
@@ -81,6 +81,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     spec = load_spec(config.model.model)
     rules.check(spec, config.data.global_batch_size, dict(mesh.shape))
     strategy, tokens = config.parallelism.context_strategy, config.data.sequence_length
+    _check_tokens(config.data.global_batch_size, tokens)
     context.check(spec, tokens, strategy, config.model.moe_dispatch, dict(mesh.shape))
     if spec.position == "learned" and config.data.sequence_length > spec.max_context:
         raise UserError(
@@ -206,6 +207,14 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         layout=layout,
         lora=lora,
     )
+
+
+def _check_tokens(rows: int, length: int) -> None:
+    if (tokens := rows * length) > LARGEST:
+        raise UserError(
+            f"global_batch_size x sequence_length = {rows:,} x {length:,} = {tokens:,} tokens a step: devices count at"
+            f" most {LARGEST:,}; lower one of them."
+        )
 
 
 def _whole(params: Any, frozen: Any, lora: Lora | None) -> transformer.Params:

@@ -1,6 +1,9 @@
 """The client against the emulator: life of a queued resource, waiting, reasons, retries, exit codes, gc."""
 
+import contextlib
 import getpass
+import socket
+import threading
 import time
 
 import pytest
@@ -238,12 +241,31 @@ def test_deletion_without_force_is_refused_with_the_apis_reason(client, make):
     assert error.value.code == ExitCode.USER
 
 
-def test_a_server_that_is_gone_is_unavailable(said):
+def test_an_emulator_that_is_gone_is_not_waited_for(said):
     target = qr.Target("p", "z", "me", endpoint="127.0.0.1:1")
-    client = qr.connect(target, say=said.append, retry_for_s=0.1)
-    with pytest.raises(UserError, match=r"UNAVAILABLE.*\n.*'slicewise emulator status'") as error:
-        qr.list_all(client)
-    assert error.value.code == ExitCode.UNAVAILABLE
+    client = qr.connect(target, say=said.append)
+    for ask in (lambda: qr.list_all(client), lambda: qr.wait(client, "demo", timeout_s=60)):
+        with pytest.raises(qr.EmulatorGone, match=r"127.0.0.1:1 has ended, and its slices with it") as error:
+            ask()
+        assert error.value.code == ExitCode.UNAVAILABLE
+    assert said == []
+
+
+def test_a_server_that_listens_and_does_not_answer_is_unavailable(said):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        target = qr.Target("p", "z", "me", endpoint=f"127.0.0.1:{server.getsockname()[1]}")
+        thread = threading.Thread(target=_hang_up, args=(server,), daemon=True)
+        thread.start()
+        client = qr.connect(target, say=said.append, retry_for_s=0.1)
+        with pytest.raises(UserError, match=r"UNAVAILABLE.*\n.*'slicewise emulator status'") as error:
+            qr.list_all(client)
+        assert error.value.code == ExitCode.UNAVAILABLE
+
+
+def _hang_up(server):
+    with contextlib.suppress(OSError):
+        while True:
+            server.accept()[0].close()
 
 
 def test_nobody_logged_in_is_told_how_to(monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from slicewise.errors import ExitCode, UserError
+from slicewise.launch import out_of_memory
 from slicewise.launch.policy import Watch
 from slicewise.launch.targets.local import ClusterShape, run_local
 from slicewise.train.goodput import read
@@ -219,7 +220,7 @@ def test_on_a_terminal_lines_appear_above_one_bar_that_stays(script, tmp_path):
         ("sys.exit(1)", 1, "exited with code 1"),
         ("sys.exit(2)", 2, "exited with code 2"),
         ("sys.exit(75)", 75, "asks for a restart"),
-        ("sys.exit(76)", 76, "saved its state"),
+        ("sys.exit(76)", 76, "no step is lost"),
         ("sys.exit(17)", 1, "exited with code 17"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1, "was killed by SIGKILL"),
         ("os.abort()", 1, "was killed by SIGABRT"),
@@ -232,6 +233,28 @@ def test_how_a_process_ends_decides_the_code_and_is_said(script, ending, code, w
     assert (words is None) == (not any("first failure" in line for line in lines))
     if words:
         assert any(re.search(f"first failure: slice 0 host 0 .*{words}", line) for line in lines)
+
+
+@pytest.mark.parametrize("ran_out", [True, False])
+def test_a_process_that_the_kernel_killed_for_want_of_memory_is_told_from_others(
+    script, tmp_path, monkeypatch, ran_out
+):
+    """The counter of such kills stands in for the kernel, which would take somebody else's processes too."""
+    counts = tmp_path / "vmstat"
+    counts.write_text("pgfault 7\noom_kill 3\n")
+    monkeypatch.setattr(out_of_memory, "_COUNTS", counts)
+    code, lines = run(
+        script(f"""
+        if {ran_out}:
+            open(folder + "/vmstat", "w").write("pgfault 8\\noom_kill 4\\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+        """),
+        ONE,
+    )
+    assert code == ExitCode.INTERNAL
+    said = " ".join(lines)
+    assert "was killed by SIGKILL" in said
+    assert ("memory had run out: lower global_batch_size" in said) == ran_out
 
 
 def test_the_first_failure_in_time_decides_and_is_printed_last_with_the_end_of_its_log(script, tmp_path):
@@ -481,6 +504,15 @@ def test_processes_that_ignore_sigterm_are_killed_after_the_grace(script, tmp_pa
     assert process.returncode == code
     assert out.splitlines()[-1].endswith("stopped by themselves: slice 0 host 0, slice 0 host 1")
     assert not any(map(is_alive, ranks))
+
+
+@pytest.mark.parametrize(("says", "code"), [("", ExitCode.PREEMPTED), ("emit(event='text', text='')\n", 143)])
+def test_a_process_that_was_stopped_before_it_could_listen_has_lost_nothing(script, tmp_path, says, code):
+    with parent(script(says + READY + "time.sleep(100)")) as process:
+        pids(tmp_path, "rank0", "rank1")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=10)
+    assert process.returncode == code
 
 
 @pytest.mark.parametrize("ends", ["signal.SIG_DFL", "lambda *_: os._exit(143)"])

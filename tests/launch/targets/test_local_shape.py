@@ -61,6 +61,16 @@ def test_any_other_text_gives_a_shape_or_a_user_error(text):
         assert parse_shape(text).processes >= 1
 
 
+def test_a_process_sees_nothing_of_the_cluster_that_its_shell_is_in():
+    """JAX would take it for a task of that job, and the slices for those of an earlier run."""
+    stale = ["SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"]
+    stale += ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MEGASCALE_NUM_SLICES", "TPU_WORKER_ID"]
+    base = {**dict.fromkeys(stale, "7"), "HOME": "/home/x", "SLURM": "kept"}
+    environment = child_environment(base, ClusterShape(1, 2, 1), 1, 1234)
+    assert not environment.keys() & {*stale}
+    assert environment.items() >= {("HOME", "/home/x"), ("SLURM", "kept")}
+
+
 def test_each_process_learns_its_place_and_keeps_the_rest_of_the_environment():
     base = {"HOME": "/home/x", "SLICEWISE_PROCESS_ID": "77", "JAX_PLATFORMS": "tpu"}
     environment = child_environment(base, ClusterShape(2, 3, 4), 5, 1234)

@@ -351,6 +351,26 @@ def test_a_running_job_is_cancelled_and_gives_its_slices_back(cloud):
     result = job.ended()
     assert (result.state, result.code) == ("cancelled", ExitCode.PREEMPTED)
     assert not [name for name in cloud.queued_resources() if name.endswith("/stop")]
+    assert job.job.slices()["state"] == "deleted"
+
+
+def test_a_job_whose_emulator_has_ended_ends_at_once_and_shows_no_slices_any_more(tmp_path, monkeypatch):
+    client = qr.connect(qr.Target("p", "z", "me", endpoint="127.0.0.1:1"), say=print)
+    monkeypatch.setattr(queued_resource.Slices, "connect", lambda self, say: client)
+    job = JobFolder(str(tmp_path))
+    spec = JobSpec(
+        name="orphan", submission="d" * 12, target="queued-resource", command=("x",), config="", slices=2,
+        hosts_per_slice=1,
+    )  # fmt: skip
+    job.submit(spec)
+    queued_resource.write_slices(
+        job, queued_resource.Slices(qr.Request("orphan", "v5litepod-1", 2), emulator="x")
+    )
+    job.note_slices(state="ACTIVE")
+    result = queued_resource.supervise_slices(job, spec, print)
+    assert (result.state, result.code) == ("failed", ExitCode.UNAVAILABLE)
+    assert "has ended, and its slices with it" in result.why
+    assert job.slices()["state"] == "deleted"
 
 
 def test_a_supervisor_that_was_replaced_leaves_the_slices_alone(cloud):

@@ -2,6 +2,7 @@
 
 from slicewise.launch.queued_resources.calls import (
     Client,
+    EmulatorGone,
     connect,
     create,
     delete,
@@ -20,6 +21,7 @@ from slicewise.launch.queued_resources.workers import workers_of, workers_of_cli
 __all__ = [
     "OWNER_LABEL",
     "Client",
+    "EmulatorGone",
     "Progress",
     "Request",
     "Target",

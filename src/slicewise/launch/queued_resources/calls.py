@@ -1,22 +1,28 @@
 """Calls of the API: one connection, and a function for each thing that can be done."""
 
+import socket
 import sys
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slicewise.errors import UserError
+from slicewise.errors import ExitCode, UserError
 from slicewise.launch.queued_resources.api_errors import RETRY_FOR_S, call
 from slicewise.launch.queued_resources.request import Request, check_id, to_message
 from slicewise.launch.queued_resources.target import Target
 
 CALL_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 1.0  # on loopback
 PAGE_SIZE = 500
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+class EmulatorGone(UserError):
+    """The emulator has ended, and its slices with it: no later call can succeed."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +41,13 @@ class Client:
 
     def _call(self, method: str, **fields: Any) -> Any:
         function = getattr(self.api, method)
+
+        def act() -> Any:
+            self._refuse_gone()  # gRPC calls a dead service unavailable, which asks for patience
+            return function(request=fields, timeout=CALL_TIMEOUT_S, retry=None)
+
         try:
-            return call(
-                lambda: function(request=fields, timeout=CALL_TIMEOUT_S, retry=None),
-                self.say,
-                self.retry_for_s,
-            )
+            return call(act, self.say, self.retry_for_s)
         except UserError as error:
             from google.api_core.exceptions import ServiceUnavailable
 
@@ -51,6 +58,22 @@ class Client:
                 f"{said}\nThat is an emulator: 'slicewise emulator status' shows whether it runs.",
                 code=error.code,
             ) from error
+
+    def _refuse_gone(self) -> None:
+        """Raises EmulatorGone where nobody listens at the emulator's address."""
+        if self.target.endpoint is None:
+            return
+        host, _, port = self.target.endpoint.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        except ConnectionRefusedError:
+            raise EmulatorGone(
+                f"the emulator at {self.target.endpoint} has ended, and its slices with it: start one with"
+                " 'slicewise emulator start'.",
+                code=ExitCode.UNAVAILABLE,
+            ) from None
+        except OSError:  # it is busy: the call itself shows whether it answers
+            return
 
 
 def connect(target: Target, *, say: Callable[[str], None] = _say, retry_for_s: float = RETRY_FOR_S) -> Client:

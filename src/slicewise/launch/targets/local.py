@@ -18,6 +18,7 @@ from rich.console import Console
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch import elastic
 from slicewise.launch.attempt import FAILURE_GRACE_S, STOP_GRACE_S, Attempt, Supervision
+from slicewise.launch.environment import without_cluster
 from slicewise.launch.job_folder import Claim, Ending, JobFolder, JobSpec
 from slicewise.launch.policy import Fault, Watch, fault_of
 from slicewise.launch.processes import Command, Gang
@@ -81,12 +82,12 @@ def parse_shape(text: str) -> ClusterShape:
 def child_environment(
     base: Mapping[str, str], shape: ClusterShape, process_id: int, coordinator_port: int
 ) -> dict[str, str]:
-    """Environment of one process: ``base``, and its place in the cluster.
+    """Environment of one process: ``base`` without traces of other clusters, and its place in this one.
 
     Raises UserError when XLA_FLAGS names a file.
     """
     return {
-        **base,
+        **without_cluster(base),
         "SLICEWISE_COORDINATOR": f"127.0.0.1:{coordinator_port}",
         "SLICEWISE_PROCESS_ID": str(process_id),
         "SLICEWISE_NUM_PROCESSES": str(shape.processes),
@@ -127,8 +128,8 @@ def run_local(
 
     The first failure decides: its code where that is one of ExitCode, else INTERNAL (signals, aborts).
     Asked to stop before that (SIGINT, SIGTERM, SIGHUP), the processes get SIGTERM and ``stop_grace_s``;
-    the code is then PREEMPTED if all ended by themselves and one said so, DONE if all had finished, else
-    128 + the signal: the state was not saved. With ``watch``, a process that makes no progress for so long has
+    the code is then PREEMPTED if all ended by themselves and one said so or had not begun, DONE if all had
+    finished, else 128 + the signal: steps may be lost. With ``watch``, a process that makes no progress for so long has
     failed, and all leave their stacks in their output. When this process dies, even by SIGKILL, so do all of them.
 
     ``log_directory`` gets slice0-host1.log and so on, with the raw output of each process; ``run_directory``

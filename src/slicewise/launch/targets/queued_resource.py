@@ -159,6 +159,8 @@ class _Supervisor:
             try:
                 if ending := self._look():
                     return ending
+            except qr.EmulatorGone as gone:
+                return self._finish(Fault.FAILURE, gone.code, str(gone))
             except UserError as error:  # of the API or the folder
                 if error.code not in PASSING:
                     return self._finish(Fault.USER, error.code, str(error))
@@ -172,8 +174,13 @@ class _Supervisor:
             qr.wait_until_gone(self.client, self.name, timeout_s=600)
             self.say(f"{self.name}: deleted")
         except UserError as error:
-            if error.code != ExitCode.NOT_FOUND:
+            if error.code != ExitCode.NOT_FOUND and not isinstance(error, qr.EmulatorGone):
                 self.say(f"{self.name} is not deleted: {error}")
+                return
+        with contextlib.suppress(
+            StorageError
+        ):  # so that nobody takes the last state that was seen for the present
+            self.job.note_slices(state="deleted")
 
     def _look(self) -> Ending | None:
         """One look at the job and its slices, and what follows. An ending when the job is over."""
