@@ -1,4 +1,4 @@
-"""The demo as a user runs it, but for its length: two emulated slices, real text, checkpoints, a model that learnt something."""
+"""The demo as a user runs it, if shorter: two emulated slices, real text, checkpoints, a model that learnt."""
 
 import json
 import re

@@ -21,6 +21,8 @@ from slicewise.train import choices
 from slicewise.train.accumulate import accumulated
 from slicewise.train.objective import Weights, counts, objective
 
+pytestmark = pytest.mark.slow
+
 # Of float32 sums in another order: relative to the loss, and to the largest entry of each gradient.
 LOSS_RTOL, GRADIENT_RTOL = 1e-6, 1e-5
 

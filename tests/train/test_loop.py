@@ -15,6 +15,8 @@ from slicewise.parallel.mesh import build_mesh
 from slicewise.train import meter
 from slicewise.train.step import build_train_step
 
+pytestmark = pytest.mark.slow
+
 FIGURES = {
     "loss",
     "gradient_norm",

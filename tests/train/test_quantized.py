@@ -15,6 +15,8 @@ from slicewise.parallel.cluster import by_slice
 from slicewise.parallel.mesh import build_mesh
 from slicewise.train.step import build_train_step
 
+pytestmark = pytest.mark.slow
+
 TINY = ["model=demo-tiny", "global_batch_size=8", "sequence_length=64", "steps=60", "learning_rate=3e-3"]
 
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from processes import is_alive
 
 from slicewise.checkpoint.manifest import UNFINISHED_INFIX, complete_steps, read_manifest
 from slicewise.checkpoint.store import CheckpointStore
@@ -143,12 +144,6 @@ class Place:
         return {**jax.tree.map(np.asarray, restored.state), "data": restored.data_state}
 
 
-def is_alive(pid):
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    return False
-
-
 def ranks(pid):
     """{process id in the cluster: pid} of the processes below ``pid``."""
     found = {}
@@ -248,11 +243,8 @@ def test_killed_after_the_end_a_run_says_that_it_is_complete(place, undisturbed)
     assert_same(place, undisturbed)
 
 
-def test_a_cluster_that_is_killed_or_of_which_a_part_is_asked_to_stop_resumes(
-    cluster_place, undisturbed_cluster
-):
-    """Parts that are killed: tests/launch/chaos."""
-    cluster_place.kill_in_a_save(*CLUSTER)
+def test_a_cluster_of_which_a_part_is_asked_to_stop_resumes(cluster_place, undisturbed_cluster):
+    """Parts that are killed, in a save and in a step: tests/launch/chaos. All of it: tests/launch/targets."""
     output = cluster_place.preempt_when(
         lambda: cluster_place.has_taken(CLUSTER_EVERY + 2), *CLUSTER, victim=1
     )

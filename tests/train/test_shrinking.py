@@ -13,6 +13,8 @@ from slicewise.train import tiers
 from slicewise.train.elastic import ALL_SLICES
 from slicewise.train.metrics import MetricWriter
 
+pytestmark = pytest.mark.slow
+
 
 class Interrupted(Exception):
     pass

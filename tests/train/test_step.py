@@ -8,6 +8,8 @@ from slicewise.parallel.cluster import SliceDevices
 from slicewise.parallel.mesh import build_mesh
 from slicewise.train.step import BATCH_KEYS, build_train_step
 
+pytestmark = pytest.mark.slow
+
 TINY = ["model=demo-tiny", "compute_dtype=float32", "global_batch_size=8", "sequence_length=32", "steps=8"]
 LAYOUTS = {
     "data": (1, ["ici_data_parallelism=8", "ici_fsdp_parallelism=1"]),
