@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import is_alive
 
 from slicewise.errors import ExitCode
 from slicewise.launch.job_folder import JobFolder, JobSpec
@@ -104,14 +105,6 @@ def eventually(condition, timeout_s=120.0):
         time.sleep(0.05)
 
 
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 multiprocess = pytest.mark.multiprocess
 
 
@@ -196,7 +189,7 @@ def test_a_stale_agent_that_wakes_up_stops_its_trainer(gang, place):
     for pid in (first[place].pid, trainer):
         os.kill(pid, signal.SIGCONT)
     assert first[place].wait(120) == ExitCode.DONE
-    eventually(lambda: not alive(trainer))
+    eventually(lambda: not is_alive(trainer))
     assert "another one has taken the place" in gang.log(place)
     (gang.folder / "go").write_text("")
     assert sorted(gang.codes()) == [0, 0, 0]

@@ -1,6 +1,7 @@
 """Training inside the test process, on as many of its eight devices as a test asks for."""
 
 import json
+import shutil
 import time
 
 import jax
@@ -66,6 +67,21 @@ class Trainer:
 @pytest.fixture
 def trainer(monkeypatch, tmp_path, corpus, programs_of_tests):
     return Trainer(monkeypatch, tmp_path, corpus)
+
+
+@pytest.fixture(scope="session")
+def _finished(tmp_path_factory, corpus, programs_of_tests):
+    with pytest.MonkeyPatch.context() as patch:
+        trainer = Trainer(patch, tmp_path_factory.mktemp("finished"), corpus)
+        trainer.train()
+        return trainer.folder / "run"
+
+
+@pytest.fixture
+def finished(trainer, _finished):
+    """What ``trainer.train()`` gives, with the run in the trainer's folder: a copy of one that all tests share."""
+    shutil.copytree(_finished, trainer.folder / "run")
+    return trainer.records()
 
 
 @pytest.fixture(scope="module")

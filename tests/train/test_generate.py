@@ -19,6 +19,8 @@ from slicewise.train.generate import (
 )
 from slicewise.train.restore import open_trained
 
+pytestmark = pytest.mark.slow
+
 GREEDY = Sampling(temperature=0)
 PROMPTS = ["The quick", "", "over the lazy dog and so on"]
 NEVER = -5  # an end token that no model draws

@@ -1,5 +1,6 @@
 """Every layout computes what one device does: dense models, mixtures of experts, latent attention."""
 
+import functools
 import re
 
 import jax
@@ -8,17 +9,19 @@ import numpy as np
 import pytest
 
 from slicewise.catalog.model import Experts, LatentAttention, ModelSpec
-from slicewise.config import load_config
+from slicewise.config import RunConfig, load_config
 from slicewise.kernels.attention.api import Kernel
 from slicewise.model import transformer
 from slicewise.parallel import context
-from slicewise.parallel.cluster import SliceDevices
+from slicewise.parallel.cluster import SliceDevices, by_slice
 from slicewise.parallel.expert import Dispatch
 from slicewise.parallel.mesh import build_mesh
 from slicewise.parallel.rules import partition
 from slicewise.train import choices
 from slicewise.train.accumulate import accumulated
 from slicewise.train.objective import Weights, counts, objective
+
+pytestmark = pytest.mark.slow
 
 # Of float32 sums in another order: relative to the loss, and to the largest entry of each gradient.
 LOSS_RTOL, GRADIENT_RTOL = 1e-6, 1e-5
@@ -92,6 +95,21 @@ def batch_of(spec, packed, rows):
     return {"tokens": tokens, "targets": targets, "segment_ids": segments, "positions": positions}
 
 
+@functools.cache
+def weights_of(spec):
+    """Made on one device, once for all layouts: tests/train/test_step.py has runs that make theirs in place."""
+    with jax.set_mesh(build_mesh(RunConfig(), by_slice(jax.devices()[:1]))):
+        return jax.device_get(jax.jit(lambda: transformer.init(spec, jax.random.key(0)))())
+
+
+def placed(spec, mesh):
+    """Those weights, sharded as ``init`` does it on this mesh, which is in force."""
+    made = jax.eval_shape(lambda: transformer.init(spec, jax.random.key(0)))
+    return jax.tree.map(
+        lambda x, leaf: jax.device_put(x, jax.NamedSharding(mesh, leaf.sharding.spec)), weights_of(spec), made
+    )
+
+
 def compiled(spec, dispatch, slices, ici, dcn, steps, more):
     """(the mesh, the compiled function of (params, batch) to ((objective, terms), gradients))."""
     degrees = {f"{net}_{axis}_parallelism": 1 for net in ("ici", "dcn") for axis in ("data", "fsdp")}
@@ -123,7 +141,7 @@ def compiled(spec, dispatch, slices, ici, dcn, steps, more):
         sharding = jax.NamedSharding(mesh, partition("batch", "sequence"))
         rows = batch_of(spec, more.get("packed", True), more.get("rows", 16))
         batch = {k: jax.device_put(v.astype(np.int32)[:, order], sharding) for k, v in rows.items()}
-        params = jax.jit(lambda: transformer.init(spec, jax.random.key(0)))()
+        params = placed(spec, mesh)
         program = jax.jit(differentiate).lower(params, batch).compile()
     return program, params, batch
 

@@ -15,6 +15,8 @@ from slicewise.parallel.mesh import build_mesh
 from slicewise.train import meter
 from slicewise.train.step import build_train_step
 
+pytestmark = pytest.mark.slow
+
 FIGURES = {
     "loss",
     "gradient_norm",
@@ -95,28 +97,24 @@ def test_log_every_thins_the_records_and_keeps_the_last(trainer):
     assert steps_of(trainer.train("log_every=3")) == [3, 6, 8]
 
 
-def test_all_processes_of_devices_log_the_same_run(trainer):
-    one = trainer.train()
+def test_all_processes_of_devices_log_the_same_run(trainer, finished):
     trainer.use_devices(4)
     four = trainer.train("run_name=four", "ici_context_parallelism=2", "ici_tensor_parallelism=2")
-    for a, b in zip(one, four, strict=True):
+    for a, b in zip(finished, four, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
-def test_a_finished_run_with_more_steps_continues_without_gap_or_repeat(trainer):
-    first = trainer.train()
+def test_a_finished_run_with_more_steps_continues_without_gap_or_repeat(trainer, finished):
     more = trainer.train("steps=12")
-    assert more[:8] == first
+    assert more[:8] == finished
     assert steps_of(more) == list(range(1, 13))
     assert trainer.checkpoints() == [8, 9, 12]
 
 
-def test_a_finished_run_says_so_and_changes_nothing(trainer, capsys):
-    records = trainer.train()
-    capsys.readouterr()
-    assert trainer.train() == records
+def test_a_finished_run_says_so_and_changes_nothing(trainer, finished, capsys):
+    assert trainer.train() == finished
     assert "run is complete: 8 steps are done, steps = 8." in capsys.readouterr().out
-    assert trainer.train("steps=5") == records
+    assert trainer.train("steps=5") == finished
     assert trainer.checkpoints() == [3, 6, 8]
 
 
@@ -152,8 +150,7 @@ def test_a_profile_window_that_the_end_cuts_is_written_all_the_same(trainer):
     assert profiled_steps(trainer.folder / "run") == [7, 8]
 
 
-def test_a_profile_window_before_the_resumed_step_is_not_opened_again(trainer):
-    trainer.train()
+def test_a_profile_window_before_the_resumed_step_is_not_opened_again(trainer, finished):
     trainer.train("steps=12", "profile_from=2", "profile_steps=3")
     assert not (trainer.folder / "run" / "profile").exists()
 
@@ -171,8 +168,7 @@ def test_only_the_newest_checkpoints_are_kept(trainer):
     assert trainer.checkpoints() == [6, 8]
 
 
-def test_a_checkpoint_holds_the_config_and_the_place_in_the_data(trainer):
-    trainer.train()
+def test_a_checkpoint_holds_the_config_and_the_place_in_the_data(trainer, finished):
     with CheckpointStore(str(trainer.folder / "run" / "checkpoints"), keep=1) as store:
         metadata = store.read_metadata(8)
     assert metadata["config"]["run"]["steps"] == 8
@@ -191,10 +187,9 @@ def test_without_checkpoints_none_is_written_and_a_second_run_starts_over(traine
     assert [r["loss"] for r in second] == [r["loss"] for r in first]
 
 
-def test_an_older_checkpoint_is_resumed_also_by_a_run_that_writes_none(trainer):
-    first = trainer.train()
+def test_an_older_checkpoint_is_resumed_also_by_a_run_that_writes_none(trainer, finished):
     more = trainer.train("steps=12", "checkpoint_every=0")
-    assert more[:8] == first
+    assert more[:8] == finished
     assert steps_of(more) == list(range(1, 13))
     assert trainer.checkpoints() == [3, 6, 8]
 
@@ -208,21 +203,19 @@ def test_resume_never_refuses_an_existing_run_and_leaves_it_alone(trainer, every
     assert trainer.records() == records
 
 
-def test_another_batch_size_is_refused_on_resume(trainer):
-    records = trainer.train()
+def test_another_batch_size_is_refused_on_resume(trainer, finished):
     with pytest.raises(UserError, match=r"made with global_batch_size = 4, the config says 8; keep it"):
         trainer.train("steps=12", "global_batch_size=8")
-    assert trainer.records() == records
+    assert trainer.records() == finished
 
 
-def test_another_model_is_refused_on_resume_with_the_array_that_differs(trainer):
-    records = trainer.train()
+def test_another_model_is_refused_on_resume_with_the_array_that_differs(trainer, finished):
     with pytest.raises(
         UserError, match=r"params\.embed is float32\[384,64\] in the checkpoint of step 8"
     ) as caught:
         trainer.train("steps=12", "model=demo-1m")
     assert caught.value.code == ExitCode.USER
-    assert trainer.records() == records
+    assert trainer.records() == finished
 
 
 # ---------------------------------------------------------------- evaluation and failures
@@ -239,12 +232,11 @@ def test_evaluations_during_the_run_are_recorded_beside_their_steps(trainer, cap
     assert saving == "save ..."
 
 
-def test_evaluating_changes_nothing_about_training(trainer):
-    plain = trainer.train()
+def test_evaluating_changes_nothing_about_training(trainer, finished):
     watched = trainer.train("run_name=watched", "eval_batches=1", "eval_every=2")
     losses = [r["loss"] for r in trainer.records("watched") if "loss" in r]
-    assert losses == [r["loss"] for r in plain]
-    assert watched == plain
+    assert losses == [r["loss"] for r in finished]
+    assert watched == finished
 
 
 def test_nothing_to_evaluate_on_is_refused_before_training(trainer):

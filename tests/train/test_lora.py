@@ -27,6 +27,8 @@ from slicewise.train.generate import Sampling, generate
 from slicewise.train.restore import open_trained
 from slicewise.train.step import build_train_step
 
+pytestmark = pytest.mark.slow
+
 LOSS_RTOL, GRADIENT_RTOL = 1e-6, 1e-5  # as test_layouts has them
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
 # Family of a Hugging Face folder, slices, layout.

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from processes import is_alive
 
 from slicewise.checkpoint.manifest import UNFINISHED_INFIX, complete_steps, read_manifest
 from slicewise.checkpoint.store import CheckpointStore
@@ -21,19 +22,20 @@ from slicewise.errors import ExitCode
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 STEPS, EVERY = 60, 15
-CONFIG = f"""
+CLUSTER_STEPS, CLUSTER_EVERY = 24, 6  # a step of a cluster takes ten times as long
+CONFIG = """
 [run]
-steps = {STEPS}
+steps = {steps}
 [model]
 model = "demo-tiny"
 compute_dtype = "float32"
 [data]
 dataset = "text"
-dataset_path = "{{corpus}}"
+dataset_path = "{corpus}"
 sequence_length = 32
 global_batch_size = 4
 [checkpoint]
-checkpoint_every = {EVERY}
+checkpoint_every = {every}
 checkpoint_keep = 2
 [evaluation]
 eval_batches = 0
@@ -46,10 +48,10 @@ CLUSTER = ["--local", "2x1x2"]
 class Place:
     """A folder in which one run is started, killed and started again."""
 
-    def __init__(self, folder, command, corpus):
-        self.folder, self.command, self.corpus = folder, command, corpus
+    def __init__(self, folder, command, corpus, steps=STEPS, every=EVERY):
+        self.folder, self.command, self.steps, self.every = folder, command, steps, every
         folder.mkdir()
-        (folder / "run.toml").write_text(CONFIG.format(corpus=corpus))
+        (folder / "run.toml").write_text(CONFIG.format(corpus=corpus, steps=steps, every=every))
         self.metrics = folder / "runs" / "run" / "metrics.jsonl"
         self.checkpoints = folder / "runs" / "run" / "checkpoints"
 
@@ -132,20 +134,14 @@ class Place:
         records = [json.loads(line) for line in self.metrics.read_text().splitlines()]
         return [tuple(record[name] for name in names) for record in records]
 
-    def state(self, step=STEPS):
-        """Every array of the checkpoint of ``step``, and the place in the data."""
-        leaves = read_manifest(str(self.checkpoints), step).leaves
+    def state(self):
+        """Every array of the last checkpoint, and the place in the data."""
+        leaves = read_manifest(str(self.checkpoints), self.steps).leaves
         here = SingleDeviceSharding(jax.devices()[0])
         wanted = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=here) for k, v in leaves.items()}
         with CheckpointStore(str(self.checkpoints), keep=2) as store:
-            restored = store.restore(step, wanted)
+            restored = store.restore(self.steps, wanted)
         return {**jax.tree.map(np.asarray, restored.state), "data": restored.data_state}
-
-
-def is_alive(pid):
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    return False
 
 
 def ranks(pid):
@@ -174,7 +170,7 @@ def assert_same(place, reference):
     for name in ours:
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name, strict=True)
     assert place.unfinished() == set(), "what was left of a save cut short is gone"
-    assert place.completed()[-2:] == [STEPS - EVERY, STEPS]
+    assert place.completed()[-2:] == [place.steps - place.every, place.steps]
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +183,9 @@ def undisturbed(tmp_path_factory, command, corpus):
 
 @pytest.fixture(scope="module")
 def undisturbed_cluster(tmp_path_factory, command, corpus):
-    place = Place(tmp_path_factory.mktemp("undisturbed") / "cluster", command, corpus)
+    place = Place(
+        tmp_path_factory.mktemp("undisturbed") / "cluster", command, corpus, CLUSTER_STEPS, CLUSTER_EVERY
+    )
     place.run(*CLUSTER)
     return place
 
@@ -195,6 +193,11 @@ def undisturbed_cluster(tmp_path_factory, command, corpus):
 @pytest.fixture
 def place(tmp_path, command, corpus):
     return Place(tmp_path / "place", command, corpus)
+
+
+@pytest.fixture
+def cluster_place(tmp_path, command, corpus):
+    return Place(tmp_path / "place", command, corpus, CLUSTER_STEPS, CLUSTER_EVERY)
 
 
 def test_killed_before_the_first_checkpoint_a_run_starts_over(place, undisturbed, tmp_path):
@@ -253,27 +256,33 @@ def test_killed_after_the_end_a_run_says_that_it_is_complete(place, undisturbed)
     assert_same(place, undisturbed)
 
 
-def test_a_cluster_that_is_killed_or_of_which_a_part_is_asked_to_stop_resumes(place, undisturbed_cluster):
+def test_a_cluster_that_is_killed_or_of_which_a_part_is_asked_to_stop_resumes(
+    cluster_place, undisturbed_cluster
+):
     """Parts that are killed: tests/launch/chaos."""
     begun_s = time.monotonic()
-    place.kill_when(lambda: time.monotonic() - begun_s > 0.5, *CLUSTER)
-    place.kill_when(lambda: place.has_taken(2), *CLUSTER)
-    place.kill_in_a_save(*CLUSTER)
-    output = place.preempt_when(lambda: place.has_taken(EVERY + 2), *CLUSTER, victim=1)
+    cluster_place.kill_when(lambda: time.monotonic() - begun_s > 0.5, *CLUSTER)
+    cluster_place.kill_when(lambda: cluster_place.has_taken(2), *CLUSTER)
+    cluster_place.kill_in_a_save(*CLUSTER)
+    output = cluster_place.preempt_when(
+        lambda: cluster_place.has_taken(CLUSTER_EVERY + 2), *CLUSTER, victim=1
+    )
     assert "SIGTERM: saves and stops, within 50 s" in output
-    assert EVERY + 2 < stopped_after(output) == place.completed()[-1] < STEPS
-    place.run(*CLUSTER)
-    assert_same(place, undisturbed_cluster)
+    assert CLUSTER_EVERY + 2 < stopped_after(output) == cluster_place.completed()[-1] < CLUSTER_STEPS
+    cluster_place.run(*CLUSTER)
+    assert_same(cluster_place, undisturbed_cluster)
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_a_killed_cluster_resumes_on_another_number_of_hosts(place, undisturbed_cluster, devices):
+def test_a_killed_cluster_resumes_on_another_number_of_hosts(cluster_place, undisturbed_cluster, devices):
     """One process with as many devices, and one with a single device: equal but for the order of float sums."""
-    shutil.copytree(undisturbed_cluster.folder / "runs", place.folder / "runs")
-    shutil.rmtree(place.checkpoints / str(STEPS))
+    shutil.copytree(undisturbed_cluster.folder / "runs", cluster_place.folder / "runs")
+    shutil.rmtree(cluster_place.checkpoints / str(CLUSTER_STEPS))
     layout = ["ici_data_parallelism=2", "ici_fsdp_parallelism=2"] if devices == 4 else []
-    assert f"resumes after step {STEPS - EVERY}" in place.run(*layout, devices=devices)
-    ours, theirs = np.array(place.records()), np.array(undisturbed_cluster.records())
-    assert (ours[: STEPS - EVERY] == theirs[: STEPS - EVERY]).all()
+    assert f"resumes after step {CLUSTER_STEPS - CLUSTER_EVERY}" in cluster_place.run(
+        *layout, devices=devices
+    )
+    ours, theirs = np.array(cluster_place.records()), np.array(undisturbed_cluster.records())
+    assert (ours[: CLUSTER_STEPS - CLUSTER_EVERY] == theirs[: CLUSTER_STEPS - CLUSTER_EVERY]).all()
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    np.testing.assert_array_equal(place.state()["data"], undisturbed_cluster.state()["data"])
+    np.testing.assert_array_equal(cluster_place.state()["data"], undisturbed_cluster.state()["data"])

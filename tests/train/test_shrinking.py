@@ -13,6 +13,8 @@ from slicewise.train import tiers
 from slicewise.train.elastic import ALL_SLICES
 from slicewise.train.metrics import MetricWriter
 
+pytestmark = pytest.mark.slow
+
 
 class Interrupted(Exception):
     pass
@@ -45,10 +47,11 @@ def shrinking(trainer, monkeypatch):
 def test_fewer_slices_take_the_same_batch_in_more_parts_from_where_the_local_checkpoint_is(
     shrinking, trainer, capfd
 ):
-    plain = shrinking(2)
+    host = "optimizer_state_memory=host"
+    plain = shrinking(2, host)
     (trainer.folder / "run").rename(trainer.folder / "plain")
     keys = (f"local_checkpoint_directory={trainer.folder}/disk", "local_checkpoint_every=2")
-    keys += ("optimizer_state_memory=host", "replica_check_every=1")
+    keys += (host, "replica_check_every=1")
     shrinking(2, *keys, until=5)
     assert trainer.checkpoints() == [3]
     assert sorted(p.parent.name for p in trainer.folder.glob("disk/run-*/process-0/*/index.json")) == [

@@ -8,11 +8,11 @@ from slicewise.parallel.cluster import SliceDevices
 from slicewise.parallel.mesh import build_mesh
 from slicewise.train.step import BATCH_KEYS, build_train_step
 
+pytestmark = pytest.mark.slow
+
 TINY = ["model=demo-tiny", "compute_dtype=float32", "global_batch_size=8", "sequence_length=32", "steps=8"]
 LAYOUTS = {
     "data": (1, ["ici_data_parallelism=8", "ici_fsdp_parallelism=1"]),
-    "fsdp": (1, ["ici_fsdp_parallelism=8"]),
-    "tensor": (1, ["ici_tensor_parallelism=2", "ici_data_parallelism=4"]),
     "fsdp x tensor": (1, ["ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"]),
     "dcn data x ici fsdp": (2, ["dcn_data_parallelism=2", "ici_fsdp_parallelism=4"]),
     "dcn fsdp x ici tensor": (

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from processes import is_alive
 from rich.console import Console
 
 from slicewise.launch.runner.fleet import Timing
@@ -32,13 +33,6 @@ def until(condition, timeout_s=20.0):
         time.sleep(0.02)
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @dataclass
 class Target:
     """Workers to run on. ``folder`` holds their homes and hosts.toml; ``tree`` is what is shipped."""
@@ -47,7 +41,7 @@ class Target:
     tree: Path
     servers: list[subprocess.Popen]
 
-    until, alive = staticmethod(until), staticmethod(alive)
+    until, alive = staticmethod(until), staticmethod(is_alive)
 
     @property
     def inventory(self) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import is_alive
 
 from slicewise.errors import UserError
 from slicewise.launch.runner.agent import processes_below, send_signal
@@ -149,16 +150,9 @@ def test_descendants_are_found_with_and_without_the_lists_of_the_kernel(monkeypa
         send_signal([*found, shell.pid], signal.SIGKILL)
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def gone(pids, timeout_s=5.0):
     deadline_s = time.monotonic() + timeout_s
-    while any(map(alive, pids)):
+    while any(map(is_alive, pids)):
         assert time.monotonic() < deadline_s, pids
         time.sleep(0.02)
 
@@ -214,7 +208,7 @@ def test_nothing_outlives_a_runner_that_is_silent(pipe, tmp_path):
         agent.send(b"P", 1.5)
         assert agent.wait(b"p")[0] == 1.5
         time.sleep(0.2)
-    assert all(map(alive, pids))
+    assert all(map(is_alive, pids))
     gone([*pids, agent.agent])
 
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 
 import pytest
+from processes import is_alive
 from rich.console import Console
 
 from slicewise.errors import ExitCode, UserError
@@ -55,14 +56,6 @@ def run(path, shape=FOUR, **options):
     console = Console(file=io.StringIO(), width=100)
     code = run_local([str(path)], shape, console=console, **{"log_directory": None, **options})
     return code, console.file.getvalue().splitlines()
-
-
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def eventually(condition, timeout_s=10.0):
