@@ -21,6 +21,7 @@ from typing import Any
 import ablation_claims
 
 from slicewise.catalog import chips, flags, slices
+from slicewise.compile import schedule
 from slicewise.compile.analysis import CompiledStep, analyse
 from slicewise.compile.compiler import Request, compile_request
 from slicewise.config import load_config
@@ -77,9 +78,10 @@ def _step(
 
 
 TWO = "default, two layers a round"
+HOST = "layer inputs on the host"
 LONG = ("remat minimal", "remat save_qkv_proj", "larger VMEM", "fp8")
-LARGE = ("sparsecore, all three", "default flags", "no sparsecore", "fp8", "int8", "larger VMEM", "scheduler",
-         "layer-scheduler", "sparsecore-multi-axis", "remat minimal", TWO)  # fmt: skip
+LARGE = ("sparsecore, all three", "default flags", "no sparsecore", "fp8", "int8", "int8, default flags", "larger VMEM",
+         "scheduler", "layer-scheduler", "sparsecore-multi-axis", "remat minimal", TWO)  # fmt: skip
 STEPS = (
     _step("llama3-8b", "v5p:4x4x4", 128, "save_qkv_proj"),
     _step("llama3-8b", "tpu7x:4x4x4", 256, "save_qkv_proj"),
@@ -109,8 +111,11 @@ class Result:
     mfu: float
     communication_s: float
     exposed_s: float
-    hidden_share: float | None  # of the communication that a schedule could hide
-    exposed: tuple[tuple[str, float], ...]  # what of that is not hidden, and its seconds, the longest first
+    hideable_s: float  # of the communication, what a schedule could hide (slicewise.compile.hiding)
+    hidden_share: float | None  # of that
+    exposed: tuple[tuple[str, float], ...]  # what the core waits for, and its seconds, the longest first
+    host_s: float  # copies to the host and back, and how long the core waits for them
+    host_exposed_s: float
     cpu_s: float
     libtpu: str
 
@@ -143,13 +148,17 @@ def _options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, rate in (("int8", chip.int8_flops_per_s), ("fp8", chip.fp8_flops_per_s)):
         if rate and rate > chip.bf16_flops_per_s:
             yield name, (f"quantization={name}",)
+            if defaults:
+                yield f"{name}, default flags", (f"quantization={name}", _flags(chip.name, *defaults))
     if limit := {"v5e": 65536, "v5p": 65536, "v6e": 98304, "tpu7x": 61440}.get(chip.name):
         yield "larger VMEM", (f"scoped_vmem_limit_kib={limit}",)
     for policy in ("full", "save_qkv_proj", "minimal", "minimal_with_context"):
         if policy != base.model.remat_policy:
             yield f"remat {policy}", (f"remat_policy={policy}",)
-    offload = '{decoder_layer_input = "offload"}'
-    yield "layer inputs on the host", ("remat_policy=custom", f"remat_tensors={offload}")
+    on_host = ("remat_policy=custom", 'remat_tensors={decoder_layer_input = "offload"}')
+    yield HOST, on_host
+    if defaults:
+        yield f"{HOST}, default flags", (*on_host, _flags(chip.name, *defaults))
     yield "max-logits estimate", ("use_max_logits_estimate=30",)
     yield TWO, ("layers_per_round=2", _flags(chip.name, *defaults))
 
@@ -234,8 +243,11 @@ def result(step: CompiledStep) -> Result:
         mfu=e.mfu,
         communication_s=sum(c.seconds for c in step.communication),
         exposed_s=sum(c.exposed_s for c in step.communication),
+        hideable_s=step.hideable_s,
         hidden_share=step.hidden_share,
-        exposed=tuple((e.text, e.seconds) for e in step.exposed_in_loops[:MOST_EXPOSED]),
+        exposed=tuple((e.text, e.seconds) for e in step.exposed[:MOST_EXPOSED]),
+        host_s=step.replay.totals.communication.get(schedule.HOST, 0.0),
+        host_exposed_s=step.replay.totals.exposed.get(schedule.HOST, 0.0),
         cpu_s=step.cpu_s,
         libtpu=flags.installed(),
     )
@@ -254,10 +266,11 @@ def show(step: Step, found: Mapping[str, Mapping[str, Any]]) -> None:
         return
     base = found["bare"]
     print(
-        f"  {'option':28s} {'step':>9s} {'change':>8s} {'MFU':>6s} {'GiB':>7s} {'exposed':>9s} {'hidden':>7s}"
+        f"  {'option':39s} {'step':>9s} {'change':>8s} {'MFU':>6s} {'GiB':>7s} {'exposed':>9s} {'could':>8s}"
+        f" {'hidden':>7s}"
     )
     for name, r in found.items():
-        print(f"  {name:28s} {line(r, base)}")
+        print(f"  {name:39s} {line(r, base)}")
     fitting = {n: r for n, r in found.items() if r.get("fits")}
     if fitting:
         print(f"  fastest of all: {min(fitting, key=lambda n: fitting[n]['step_time_s'])}")
@@ -288,7 +301,7 @@ def hidden_verdict(step: Step, found: Mapping[str, Mapping[str, Any]]) -> Iterat
     r = found.get("default flags" if bare(step.chip) else "bare", {})
     if r.get("hidden_share") is None or r["hidden_share"] >= LEAST_HIDDEN:
         return
-    yield f"hidden: {r['hidden_share']:.0%} of what could be; in the loops over layers the step waits for"
+    yield f"hidden: {r['hidden_share']:.0%} of what could be; the step waits for"
     for what, seconds in r.get("exposed", ()):
         yield f"  {seconds * 1e3:6.0f} ms  {what}"
     if step.chip in WHY_EXPOSED:
@@ -302,11 +315,15 @@ def line(r: Mapping[str, Any], base: Mapping[str, Any]) -> str:
     if "refused" in r:
         return f"refused: {r['refused']}"
     change = r["step_time_s"] / base["step_time_s"] - 1 if base.get("step_time_s") else 0.0
-    hidden = "     -" if r.get("hidden_share") is None else f"{r['hidden_share']:6.0%}"
-    fit = "" if r["fits"] else "  does not fit"
+    hidden = "       -      -"
+    if r.get("hidden_share") is not None and "hideable_s" in r:
+        hidden = f"{r['hideable_s']:7.3f}s {r['hidden_share']:6.0%}"
+    more = "" if r["fits"] else "  does not fit"
+    if r.get("host_s"):
+        more += f"  copies to and from the host {r['host_s']:.3f}s, exposed {r['host_exposed_s']:.3f}s"
     return (
         f"{r['step_time_s']:8.3f}s {change:+8.1%} {r['mfu']:6.1%} {r['hbm_bytes'] / 2**30:7.2f}"
-        f" {r['exposed_s']:8.3f}s {hidden}{fit}"
+        f" {r['exposed_s']:8.3f}s {hidden}{more}"
     )
 
 

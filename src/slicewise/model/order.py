@@ -1,0 +1,44 @@
+"""The order in which the backward pass makes gradients, where the compiler's own leaves a sum nothing to hide behind.
+
+Left alone it makes the gradients of all weights of a layer last, and the largest ones at the very end: the sum of the
+last one over the devices then has no work beside it, and each round of the loop over layers waits for it.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from slicewise.model.lora import Adapted
+from slicewise.model.params import Layers
+
+MATRICES = ("w_gate", "w_up", "w_down")
+
+
+def behind_mlp[T](values: T, w: Layers) -> tuple[T, Layers]:
+    """Both as they are. In the backward pass what needs the gradients of ``values``, a tuple of arrays, waits for those
+    of the dense MLP of ``w``; between the two, their sums run beside the attention.
+
+    Frozen matrices have no gradients, and so nothing is ordered.
+    """
+    found = {name: getattr(w, name) for name in MATRICES if getattr(w, name) is not None}
+    if not found or any(isinstance(matrix, Adapted) for matrix in found.values()):
+        return values, w
+    values, found = _tied(values, found)
+    return values, dataclasses.replace(w, **found)
+
+
+@jax.custom_vjp
+def _tied(values: Any, weights: Any) -> tuple[Any, Any]:
+    return values, weights
+
+
+def _forward(values: Any, weights: Any) -> tuple:
+    return (values, weights), None
+
+
+def _backward(_: None, grads: tuple) -> tuple:
+    return jax.lax.optimization_barrier(grads)
+
+
+_tied.defvjp(_forward, _backward)
