@@ -71,6 +71,7 @@ def test_a_default_group_can_be_left_out():
             "may give wrong results.*use sparsecore",
         ),
         ("xla_tpu_scoped_vmem_limit_kib=1", "v6e", "set only the key"),
+        ("no-async-all-reduce", "v6e", "is not on by default on v6e; leave it out"),
     ],
 )
 def test_refuses_what_would_not_compile(asked, chip, message):
@@ -119,11 +120,17 @@ def test_without_libtpu_the_newest_listed_counts(monkeypatch):
         ("sparsecore-all-gather", "not beside: async-collective-fusion"),
         ("--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true", "refused for v5p, v6e, tpu7x"),
         ("xla_tpu_scoped_vmem_limit_kib", "default in libtpu 0.0.52: -1"),
+        ("xla_tpu_scoped_vmem_limit_kib", "set by the key scoped_vmem_limit_kib"),
+        ("no-sparsecore-all-gather", "not beside: async-collective-fusion"),
         ("xla_sc_disjoint_spmem", "flag of the process"),
     ],
 )
 def test_explains(name, line):
     assert any(line in shown for shown in flags.explain(name, "0.0.52"))
+
+
+def test_a_default_is_said_of_the_version_that_is_listed():
+    assert "default in libtpu 0.0.52: -1" in flags.explain("xla_tpu_scoped_vmem_limit_kib", "0.0.50.1")
 
 
 def test_explaining_the_unknown_names_the_nearest():

@@ -86,11 +86,14 @@ def options(version: str) -> Mapping[str, str]:
 
     Those of the nearest version before it where the catalog does not list it, or else of the oldest.
     """
-    before = [v for v in listed() if _number(v) <= _number(version)]
-    name = before[-1] if before else listed()[0]
-    text = (resources.files("slicewise.catalog") / "libtpu" / f"{name}.tsv").read_text()
+    text = (resources.files("slicewise.catalog") / "libtpu" / f"{_list_for(version)}.tsv").read_text()
     rows = (line.partition("\t") for line in text.splitlines() if not line.startswith("#"))
     return MappingProxyType({flag: default for flag, _, default in rows})
+
+
+def _list_for(version: str) -> str:
+    before = [v for v in listed() if _number(v) <= _number(version)]
+    return before[-1] if before else listed()[0]
 
 
 def resolve(
@@ -133,7 +136,8 @@ def explain(name: str, version: str | None = None) -> list[str]:
     """What a group or a flag is, in lines; the first is the heading. Raises UserError for an unknown name."""
     version = version or installed()
     name = name.lstrip("-").partition("=")[0]
-    if group := groups().get(name):
+    if group := groups().get(name) or groups().get(name.removeprefix("no-")):
+        name = group.name
         lines = [name, group.purpose, f"chips: {', '.join(group.chips)}"]
         lines += [f"on by default: {', '.join(group.default)}"] if group.default else []
         lines += [f"not beside: {', '.join(group.conflicts)}"] if group.conflicts else []
@@ -150,7 +154,9 @@ def explain(name: str, version: str | None = None) -> list[str]:
     default = options(version).get(name)
     lines = [name]
     if default is not None:
-        lines.append(f"default in libtpu {version}: {default or 'left to the compiler'}")
+        lines.append(f"default in libtpu {_list_for(version)}: {default or 'left to the compiler'}")
+    if name == SCOPED_VMEM:
+        lines.append("set by the key scoped_vmem_limit_kib, which tiles of kernels follow too")
     for group in groups().values():
         if name in group.flags:
             lines.append(f"{_shown(group.flags[name])} in the group {group.name}: {group.purpose}")
@@ -159,6 +165,8 @@ def explain(name: str, version: str | None = None) -> list[str]:
 
 def _group(name: str, chip: str) -> Group:
     if name not in groups():
+        if (other := name.removeprefix("no-")) in groups():
+            raise UserError(f"compiler_flags: {name}: {other} is not on by default on {chip}; leave it out.")
         known = [*groups(), *(f"no-{n}" for n, group in groups().items() if chip in group.default)]
         raise UserError(
             f"compiler_flags: unknown group '{name}'.{did_you_mean(name, known)} 'slicewise flags list' shows"

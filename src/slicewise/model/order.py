@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from slicewise.model.lora import Adapted
+from slicewise.model.lora import Adapted, Packed
 from slicewise.model.params import Layers
 
 MATRICES = ("w_gate", "w_up", "w_down")
@@ -17,15 +17,18 @@ MATRICES = ("w_gate", "w_up", "w_down")
 
 def behind_mlp[T](values: T, w: Layers) -> tuple[T, Layers]:
     """Both as they are. In the backward pass what needs the gradients of ``values``, a tuple of arrays, waits for those
-    of the dense MLP of ``w``; between the two, their sums run beside the attention.
+    of the MLP of ``w``, or of its experts; between the two, their sums run beside the attention.
 
     Frozen matrices have no gradients, and so nothing is ordered.
     """
-    found = {name: getattr(w, name) for name in MATRICES if getattr(w, name) is not None}
-    if not found or any(isinstance(matrix, Adapted) for matrix in found.values()):
+    mlp: Any = w if w.moe is None else w.moe
+    found = {name: matrix for name in MATRICES if (matrix := getattr(mlp, name)) is not None}
+    if any(isinstance(matrix, Adapted | Packed) for matrix in found.values()):
         return values, w
     values, found = _tied(values, found)
-    return values, dataclasses.replace(w, **found)
+    if w.moe is None:
+        return values, dataclasses.replace(w, **found)
+    return values, dataclasses.replace(w, moe=dataclasses.replace(w.moe, **found))
 
 
 @jax.custom_vjp
