@@ -115,3 +115,18 @@ def test_the_flow_is_its_least_cut(problem):
             reached = sum(s for pool, s in pools.items() if set(pool) & set(inside))
             cuts.append(reached + sum(s for n, s in seconds.items() if n not in inside))
     assert sum(found.values()) == pytest.approx(min(cuts))
+
+
+def test_offloaded_activations_travel_beside_compute(compiled_step):
+    step = compiled_step("tiny_v5p_two_slices")
+    totals = step.replay.totals
+    assert totals.communication["host"] > 0
+    assert totals.exposed["host"] < totals.communication["host"] / 3  # of steps of microseconds
+
+
+def test_a_compiled_step_says_what_it_could_hide_and_what_it_waits_for(compiled_step):
+    step = compiled_step("tiny_v5p_two_slices")
+    assert 0 < step.hideable_s < 1.001 * sum(c.seconds for c in step.communication)
+    assert 0 <= step.hidden_share <= 1
+    exposed = sum(c.exposed_s for c in step.communication)
+    assert sum(e.seconds for e in step.exposed) == pytest.approx(exposed)
