@@ -50,6 +50,14 @@ def test_a_default_group_can_be_left_out():
     assert flags.resolve([f"no-{name}" for name in defaults], "v6e") == {}
 
 
+def test_what_is_asked_for_replaces_defaults_that_exclude_it():
+    name = "xla_tpu_enable_latency_hiding_layer_scheduler"
+    assert flags.resolve([], "v6e")[name] is True
+    assert name not in flags.resolve(["scheduler"], "v6e")
+    with pytest.raises(UserError, match="scheduler and sparsecore-queues exclude each other"):
+        flags.resolve(["scheduler", "sparsecore-queues"], "v6e")
+
+
 @pytest.mark.parametrize(
     ("asked", "chip", "message"),
     [

@@ -102,7 +102,8 @@ def resolve(
     """Options for a program on ``chip``, a TPU of the catalog: its default groups, then ``asked`` in order.
 
     An item is a group, ``no-`` and a default group, or ``flag=value``, with or without leading dashes; the last value
-    of a flag counts, except that groups must agree. ``scoped_vmem_limit_kib`` 0 leaves the compiler's.
+    of a flag counts, except that groups must agree. A group that is asked for replaces default ones that exclude it.
+    ``scoped_vmem_limit_kib`` 0 leaves the compiler's.
     Raises UserError for what is unknown, not for this chip, contradictory or refused by the compiler.
     """
     version = version or installed()
@@ -115,7 +116,8 @@ def resolve(
             overrides[_known(flag, version)] = _parsed(value)
         elif word.removeprefix("no-") in names and word not in groups():
             names.remove(word.removeprefix("no-"))
-        elif _group(word, chip).name not in names:
+        elif (group := _group(word, chip)).name not in names:
+            names = [n for n in names if n in asked or not _exclude(groups()[n], group)]
             names.append(word)
     chosen = _merged([groups()[name] for name in names], overrides)
     for flag in chosen:
@@ -161,6 +163,10 @@ def explain(name: str, version: str | None = None) -> list[str]:
         if name in group.flags:
             lines.append(f"{_shown(group.flags[name])} in the group {group.name}: {group.purpose}")
     return lines + [_refusal(r) for r in stops]
+
+
+def _exclude(one: Group, other: Group) -> bool:
+    return other.name in one.conflicts or one.name in other.conflicts
 
 
 def _group(name: str, chip: str) -> Group:
