@@ -83,8 +83,10 @@ def _step(
 TWO = "default, two layers a round"
 HOST = "layer inputs on the host"
 LONG = ("default flags", "remat minimal", "remat save_qkv_proj", "larger VMEM", "fp8")
-LARGE = ("sparsecore, all three", "default flags", "no sparsecore", "fp8", "fp8, default flags", "int8", "int8, default flags",
-         "larger VMEM", "scheduler", "layer-scheduler", "sparsecore-multi-axis", "remat minimal", TWO)  # fmt: skip
+LARGE = (
+    "sparsecore, all three", "default flags", "no sparsecore", "fp8", "fp8, default flags", "int8",
+    "int8, default flags", "larger VMEM", "scheduler", "layer-scheduler", "sparsecore-multi-axis", "remat minimal", TWO,
+)  # fmt: skip
 STEPS = (
     _step("llama3-8b", "v5p:4x4x4", 128, "save_qkv_proj"),
     _step("llama3-8b", "tpu7x:4x4x4", 256, "save_qkv_proj"),
@@ -171,7 +173,8 @@ def _options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def _flags(chip: str, *on: str) -> str:
     """The override that puts on these groups, and no other."""
-    off = [f"no-{g.name}" for g in flags.groups().values() if chip in g.default and g.name not in on]
+    unasked = {*flags.defaults(chip), *flags.defaults(chip, offloads=True)}
+    off = [f"no-{name}" for name in flags.groups() if name in unasked and name not in on]
     return f"compiler_flags={','.join([*on, *off])}"
 
 
@@ -226,8 +229,7 @@ def digest(step: Step, given: tuple[str, ...]) -> str:
 
 def bare(chip: str) -> tuple[str, ...]:
     """The override that leaves out every default group of ``chip``; none where it has no such group."""
-    groups = [f"no-{g.name}" for g in flags.groups().values() if chip in g.default]
-    return (f"compiler_flags={','.join(groups)}",) if groups else ()
+    return (_flags(chip),) if flags.defaults(chip) else ()
 
 
 def compiled(step: Step, given: tuple[str, ...]) -> dict[str, Any]:

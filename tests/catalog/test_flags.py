@@ -14,7 +14,7 @@ def test_every_group_resolves_on_its_chips(name, chip):
 def test_the_file_names_only_what_exists():
     for group in flags.groups().values():
         assert set(group.chips) <= set(chips.names())
-        assert set(group.default) <= set(group.chips)
+        assert {*group.default, *group.default_offloading} <= set(group.chips)
         assert set(group.source) <= set(flags.sources())
         assert all(
             group.name in flags.groups()[other].conflicts or other in flags.groups()
@@ -54,8 +54,20 @@ def test_what_is_asked_for_replaces_defaults_that_exclude_it():
     name = "xla_tpu_enable_latency_hiding_layer_scheduler"
     assert flags.resolve([], "v6e")[name] is True
     assert name not in flags.resolve(["scheduler"], "v6e")
+    assert name not in flags.resolve(["scheduler", "no-sparsecore-queues"], "v6e")
     with pytest.raises(UserError, match="scheduler and sparsecore-queues exclude each other"):
         flags.resolve(["scheduler", "sparsecore-queues"], "v6e")
+
+
+def test_steps_that_offload_have_defaults_of_their_own():
+    assert "scheduler" in flags.defaults("v6e", offloads=True)
+    assert "sparsecore-queues" not in flags.defaults("v6e", offloads=True)
+    assert "scheduler" not in flags.defaults("v6e")
+    name = "xla_tpu_host_transfer_overlap_limit"
+    assert name in flags.resolve([], "v6e", offloads=True)
+    assert name not in flags.resolve(["no-scheduler"], "v6e", offloads=True)
+    assert name not in flags.resolve(["sparsecore-queues"], "v6e", offloads=True)
+    assert name not in flags.resolve([], "v6e")
 
 
 @pytest.mark.parametrize(

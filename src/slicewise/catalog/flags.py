@@ -25,6 +25,7 @@ class Group(Record):
     flags: Mapping[str, Value]
     conflicts: tuple[str, ...] = ()  # groups that cannot be on beside it
     default: tuple[str, ...] = ()  # generations whose runs get it unasked
+    default_offloading: tuple[str, ...] = ()  # where activations go to the host, instead of what excludes it
     note: str = ""
 
 
@@ -96,8 +97,22 @@ def _list_for(version: str) -> str:
     return before[-1] if before else listed()[0]
 
 
+def defaults(chip: str, *, offloads: bool = False) -> list[str]:
+    """The groups that a run on ``chip`` gets unasked; with ``offloads`` one that keeps activations on the host."""
+    names = [name for name, group in groups().items() if chip in group.default]
+    instead = [group for group in groups().values() if offloads and chip in group.default_offloading]
+    for group in instead:
+        names = [*(n for n in names if not _exclude(groups()[n], group)), group.name]
+    return names
+
+
 def resolve(
-    asked: Sequence[str], chip: str, scoped_vmem_limit_kib: int = 0, version: str | None = None
+    asked: Sequence[str],
+    chip: str,
+    scoped_vmem_limit_kib: int = 0,
+    version: str | None = None,
+    *,
+    offloads: bool = False,
 ) -> dict[str, Value]:
     """Options for a program on ``chip``, a TPU of the catalog: its default groups, then ``asked`` in order.
 
@@ -107,15 +122,16 @@ def resolve(
     Raises UserError for what is unknown, not for this chip, contradictory or refused by the compiler.
     """
     version = version or installed()
-    names = [name for name, group in groups().items() if chip in group.default]
+    names = defaults(chip, offloads=offloads)
+    can_be_off = {*defaults(chip), *defaults(chip, offloads=True)}
     overrides: dict[str, Value] = {}
     for item in asked:
         word = item.strip().lstrip("-")
         if "=" in word:
             flag, _, value = word.partition("=")
             overrides[_known(flag, version)] = _parsed(value)
-        elif word.removeprefix("no-") in names and word not in groups():
-            names.remove(word.removeprefix("no-"))
+        elif (off := word.removeprefix("no-")) in {*names, *can_be_off} and word not in groups():
+            names = [name for name in names if name != off]
         elif (group := _group(word, chip)).name not in names:
             names = [n for n in names if n in asked or not _exclude(groups()[n], group)]
             names.append(word)
@@ -142,6 +158,9 @@ def explain(name: str, version: str | None = None) -> list[str]:
         name = group.name
         lines = [name, group.purpose, f"chips: {', '.join(group.chips)}"]
         lines += [f"on by default: {', '.join(group.default)}"] if group.default else []
+        if group.default_offloading:
+            chips_ = ", ".join(group.default_offloading)
+            lines.append(f"on by default where activations go to the host: {chips_}")
         lines += [f"not beside: {', '.join(group.conflicts)}"] if group.conflicts else []
         lines += [f"note: {group.note}"] if group.note else []
         lines += [f"source: {sources()[source]}" for source in group.source]
