@@ -139,7 +139,7 @@ def options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
     chip = chips.load(step.chip)
     base = load_config(None, step.overrides).config
-    defaults = [g.name for g in flags.groups().values() if chip.name in g.default]
+    defaults = flags.defaults(chip.name, num_slices=step.num_slices)
     for group in flags.groups().values():
         if chip.name in group.chips and (group.name != "dcn-overlap" or step.num_slices > 1):
             yield group.name, (_flags(chip.name, group.name),)
@@ -149,7 +149,7 @@ def _options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
     if defaults:
         yield "default flags", (_flags(chip.name, *defaults),)
     if chip.name == "tpu7x":
-        yield "no sparsecore", (f"compiler_flags={','.join(NO_SPARSECORE)}",)
+        yield "no sparsecore", (f"{_flags(chip.name)},{','.join(NO_SPARSECORE)}",)
     for name, rate in (("int8", chip.int8_flops_per_s), ("fp8", chip.fp8_flops_per_s)):
         if rate and rate > chip.bf16_flops_per_s:
             yield name, (f"quantization={name}",)

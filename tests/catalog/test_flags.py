@@ -70,6 +70,14 @@ def test_steps_that_offload_have_defaults_of_their_own():
     assert name not in flags.resolve([], "v6e")
 
 
+def test_several_slices_do_without_what_is_for_one():
+    assert "sparsecore-queues" not in flags.defaults("v5p", num_slices=2)
+    name = "xla_tpu_enable_latency_hiding_layer_scheduler"
+    assert name not in flags.resolve([], "v5p", num_slices=2)
+    assert name not in flags.resolve(["no-sparsecore-queues"], "v5p", num_slices=2)
+    assert name in flags.resolve(["sparsecore-queues"], "v5p", num_slices=2)
+
+
 @pytest.mark.parametrize(
     ("asked", "chip", "message"),
     [

@@ -51,3 +51,12 @@ def test_frozen_matrices_order_nothing():
     values, same = order.behind_mlp((X,), w)
     assert values[0] is X
     assert same is w
+
+
+def test_sums_over_copies_of_the_weights_are_left_to_the_compiler():
+    mesh = jax.make_mesh(
+        (2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Explicit,)
+    )
+    w = layers(w_up=X)
+    with jax.set_mesh(mesh):
+        assert order.behind_mlp((X,), w)[1] is w

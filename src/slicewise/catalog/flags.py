@@ -25,6 +25,7 @@ class Group(Record):
     flags: Mapping[str, Value]
     conflicts: tuple[str, ...] = ()  # groups that cannot be on beside it
     default: tuple[str, ...] = ()  # generations whose runs get it unasked
+    one_slice: bool = False  # by default only where one slice is the whole run
     default_offloading: tuple[str, ...] = ()  # where activations go to the host, instead of what excludes it
     note: str = ""
 
@@ -97,9 +98,10 @@ def _list_for(version: str) -> str:
     return before[-1] if before else listed()[0]
 
 
-def defaults(chip: str, *, offloads: bool = False) -> list[str]:
+def defaults(chip: str, *, offloads: bool = False, num_slices: int = 1) -> list[str]:
     """The groups that a run on ``chip`` gets unasked; with ``offloads`` one that keeps activations on the host."""
-    names = [name for name, group in groups().items() if chip in group.default]
+    fitting = {name: group for name, group in groups().items() if num_slices == 1 or not group.one_slice}
+    names = [name for name, group in fitting.items() if chip in group.default]
     instead = [group for group in groups().values() if offloads and chip in group.default_offloading]
     for group in instead:
         names = [*(n for n in names if not _exclude(groups()[n], group)), group.name]
@@ -113,6 +115,7 @@ def resolve(
     version: str | None = None,
     *,
     offloads: bool = False,
+    num_slices: int = 1,
 ) -> dict[str, Value]:
     """Options for a program on ``chip``, a TPU of the catalog: its default groups, then ``asked`` in order.
 
@@ -122,7 +125,7 @@ def resolve(
     Raises UserError for what is unknown, not for this chip, contradictory or refused by the compiler.
     """
     version = version or installed()
-    names = defaults(chip, offloads=offloads)
+    names = defaults(chip, offloads=offloads, num_slices=num_slices)
     can_be_off = {*defaults(chip), *defaults(chip, offloads=True)}
     overrides: dict[str, Value] = {}
     for item in asked:
@@ -158,6 +161,7 @@ def explain(name: str, version: str | None = None) -> list[str]:
         name = group.name
         lines = [name, group.purpose, f"chips: {', '.join(group.chips)}"]
         lines += [f"on by default: {', '.join(group.default)}"] if group.default else []
+        lines += ["by default on one slice only"] if group.one_slice else []
         if group.default_offloading:
             chips_ = ", ".join(group.default_offloading)
             lines.append(f"on by default where activations go to the host: {chips_}")

@@ -19,8 +19,11 @@ def behind_mlp[T](values: T, w: Layers) -> tuple[T, Layers]:
     """Both as they are. In the backward pass what needs the gradients of ``values``, a tuple of arrays, waits for those
     of the MLP of ``w``, or of its experts; between the two, their sums run beside the attention.
 
-    Frozen matrices have no gradients, and so nothing is ordered.
+    Frozen matrices have no gradients, and so nothing is ordered. Nor is it where gradients are summed over copies of
+    the weights too, as between slices: those sums the compiler lays beside the next round by itself.
     """
+    if dict(jax.sharding.get_abstract_mesh().shape).get("data", 1) > 1:
+        return values, w
     mlp: Any = w if w.moe is None else w.moe
     found = {name: matrix for name in MATRICES if (matrix := getattr(mlp, name)) is not None}
     if any(isinstance(matrix, Adapted | Packed) for matrix in found.values()):
