@@ -163,10 +163,10 @@ def _options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
     on_host = ("remat_policy=custom", 'remat_tensors={decoder_layer_input = "offload"}')
     yield HOST, on_host
     if defaults:
-        yield f"{HOST}, default flags", (*on_host, _flags(chip.name, *defaults))
-    if chip.name in flags.groups()["scheduler"].chips:
-        beside = [name for name in defaults if name not in flags.groups()["scheduler"].conflicts]
-        yield f"{HOST}, scheduler", (*on_host, _flags(chip.name, *beside, "scheduler"))
+        beside = flags.defaults(chip.name, offloads=True)
+        yield f"{HOST}, default flags", (*on_host, _flags(chip.name, *beside))
+        if beside != defaults:
+            yield f"{HOST}, flags of other steps", (*on_host, _flags(chip.name, *defaults))
     yield "max-logits estimate", ("use_max_logits_estimate=30",)
     yield TWO, ("layers_per_round=2", _flags(chip.name, *defaults))
 

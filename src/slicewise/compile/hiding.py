@@ -5,8 +5,8 @@ over layers, or what stands outside of loops) that work is given by the graph of
 take turns, so no second of work hides two of them. What the best distribution of work over collectives covers is a
 maximum flow. No schedule hides more; whether memory and the order allow as much, the bound does not ask.
 
-Loops are borders: no program that the compiler made here moves data of one computation beside a loop in it, or across
-its rounds. To let a layer's weights travel beside the layer before is another program (layers_per_round).
+Loops are borders: no program that the compiler made here has a collective of one computation beside a loop in it, or
+across its rounds. To let a layer's weights travel beside the layer before is another program (layers_per_round).
 """
 
 from collections import deque
