@@ -7,6 +7,10 @@ each option that is put on, off or changed, one for the default flags of the chi
 published claims. Results are kept in
 benchmarks/data/ablation.json, so that it prints again in seconds; --compile fills in what is not there (ten CPU seconds
 a line, more on TPU7x).
+
+could: of the communication, what a schedule of this program could hide, by what depends on what; hidden: what this one
+does hide of that; exposed: what the step waits for, also where nothing could hide it. Lines without the two were
+compiled before these were known.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from typing import Any
 import ablation_claims
 
 from slicewise.catalog import chips, flags, slices
+from slicewise.compile import schedule
 from slicewise.compile.analysis import CompiledStep, analyse
 from slicewise.compile.compiler import Request, compile_request
 from slicewise.config import load_config
@@ -32,8 +37,7 @@ MOST_EXPOSED = 4  # collectives named
 LEAST_HIDDEN = 0.9
 WHY_NOT: dict[tuple[str, str], str] = {}  # (chip, set of flags) -> why a faster set is no default
 WHY_EXPOSED = {  # chip -> why the compiler leaves collectives synchronous
-    "v4": "the compiler stops where continuation fusions of all-gathers or of all-reduces are asked for on v4",
-    "v5e": "several small arrays become one all-reduce, and of such the compiler makes no continuation fusion",
+    "v4": "of all-reduces the compiler makes no asynchronous form there, and refuses to fuse them with compute",
 }
 NO_SPARSECORE = [
     "xla_tpu_enable_sparse_core_collective_offload_all_gather=false",
@@ -77,9 +81,12 @@ def _step(
 
 
 TWO = "default, two layers a round"
-LONG = ("remat minimal", "remat save_qkv_proj", "larger VMEM", "fp8")
-LARGE = ("sparsecore, all three", "default flags", "no sparsecore", "fp8", "int8", "larger VMEM", "scheduler",
-         "layer-scheduler", "sparsecore-multi-axis", "remat minimal", TWO)  # fmt: skip
+HOST = "layer inputs on the host"
+LONG = ("default flags", "remat minimal", "remat save_qkv_proj", "larger VMEM", "fp8")
+LARGE = (
+    "sparsecore, all three", "default flags", "no sparsecore", "fp8", "fp8, default flags", "int8",
+    "int8, default flags", "larger VMEM", "scheduler", "layer-scheduler", "sparsecore-multi-axis", "remat minimal", TWO,
+)  # fmt: skip
 STEPS = (
     _step("llama3-8b", "v5p:4x4x4", 128, "save_qkv_proj"),
     _step("llama3-8b", "tpu7x:4x4x4", 256, "save_qkv_proj"),
@@ -109,8 +116,11 @@ class Result:
     mfu: float
     communication_s: float
     exposed_s: float
-    hidden_share: float | None  # of the communication that a schedule could hide
-    exposed: tuple[tuple[str, float], ...]  # what of that is not hidden, and its seconds, the longest first
+    hideable_s: float  # of the communication, what a schedule could hide (slicewise.compile.hiding)
+    hidden_share: float | None  # of that
+    exposed: tuple[tuple[str, float], ...]  # what the core waits for, and its seconds, the longest first
+    host_s: float  # copies to the host and back, and how long the core waits for them
+    host_exposed_s: float
     cpu_s: float
     libtpu: str
 
@@ -129,7 +139,7 @@ def options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
     chip = chips.load(step.chip)
     base = load_config(None, step.overrides).config
-    defaults = [g.name for g in flags.groups().values() if chip.name in g.default]
+    defaults = flags.defaults(chip.name, num_slices=step.num_slices)
     for group in flags.groups().values():
         if chip.name in group.chips and (group.name != "dcn-overlap" or step.num_slices > 1):
             yield group.name, (_flags(chip.name, group.name),)
@@ -139,24 +149,32 @@ def _options(step: Step) -> Iterator[tuple[str, tuple[str, ...]]]:
     if defaults:
         yield "default flags", (_flags(chip.name, *defaults),)
     if chip.name == "tpu7x":
-        yield "no sparsecore", (f"compiler_flags={','.join(NO_SPARSECORE)}",)
+        yield "no sparsecore", (f"{_flags(chip.name)},{','.join(NO_SPARSECORE)}",)
     for name, rate in (("int8", chip.int8_flops_per_s), ("fp8", chip.fp8_flops_per_s)):
         if rate and rate > chip.bf16_flops_per_s:
             yield name, (f"quantization={name}",)
+            if defaults:
+                yield f"{name}, default flags", (f"quantization={name}", _flags(chip.name, *defaults))
     if limit := {"v5e": 65536, "v5p": 65536, "v6e": 98304, "tpu7x": 61440}.get(chip.name):
         yield "larger VMEM", (f"scoped_vmem_limit_kib={limit}",)
     for policy in ("full", "save_qkv_proj", "minimal", "minimal_with_context"):
         if policy != base.model.remat_policy:
             yield f"remat {policy}", (f"remat_policy={policy}",)
-    offload = '{decoder_layer_input = "offload"}'
-    yield "layer inputs on the host", ("remat_policy=custom", f"remat_tensors={offload}")
+    on_host = ("remat_policy=custom", 'remat_tensors={decoder_layer_input = "offload"}')
+    yield HOST, on_host
+    if defaults:
+        beside = flags.defaults(chip.name, offloads=True)
+        yield f"{HOST}, default flags", (*on_host, _flags(chip.name, *beside))
+        if beside != defaults:
+            yield f"{HOST}, flags of other steps", (*on_host, _flags(chip.name, *defaults))
     yield "max-logits estimate", ("use_max_logits_estimate=30",)
     yield TWO, ("layers_per_round=2", _flags(chip.name, *defaults))
 
 
 def _flags(chip: str, *on: str) -> str:
     """The override that puts on these groups, and no other."""
-    off = [f"no-{g.name}" for g in flags.groups().values() if chip in g.default and g.name not in on]
+    unasked = {*flags.defaults(chip), *flags.defaults(chip, offloads=True)}
+    off = [f"no-{name}" for name in flags.groups() if name in unasked and name not in on]
     return f"compiler_flags={','.join([*on, *off])}"
 
 
@@ -211,8 +229,7 @@ def digest(step: Step, given: tuple[str, ...]) -> str:
 
 def bare(chip: str) -> tuple[str, ...]:
     """The override that leaves out every default group of ``chip``; none where it has no such group."""
-    groups = [f"no-{g.name}" for g in flags.groups().values() if chip in g.default]
-    return (f"compiler_flags={','.join(groups)}",) if groups else ()
+    return (_flags(chip),) if flags.defaults(chip) else ()
 
 
 def compiled(step: Step, given: tuple[str, ...]) -> dict[str, Any]:
@@ -234,8 +251,11 @@ def result(step: CompiledStep) -> Result:
         mfu=e.mfu,
         communication_s=sum(c.seconds for c in step.communication),
         exposed_s=sum(c.exposed_s for c in step.communication),
+        hideable_s=step.hideable_s,
         hidden_share=step.hidden_share,
-        exposed=tuple((e.text, e.seconds) for e in step.exposed_in_loops[:MOST_EXPOSED]),
+        exposed=tuple((e.text, e.seconds) for e in step.exposed[:MOST_EXPOSED]),
+        host_s=step.replay.totals.communication.get(schedule.HOST, 0.0),
+        host_exposed_s=step.replay.totals.exposed.get(schedule.HOST, 0.0),
         cpu_s=step.cpu_s,
         libtpu=flags.installed(),
     )
@@ -254,10 +274,11 @@ def show(step: Step, found: Mapping[str, Mapping[str, Any]]) -> None:
         return
     base = found["bare"]
     print(
-        f"  {'option':28s} {'step':>9s} {'change':>8s} {'MFU':>6s} {'GiB':>7s} {'exposed':>9s} {'hidden':>7s}"
+        f"  {'option':39s} {'step':>9s} {'change':>8s} {'MFU':>6s} {'GiB':>7s} {'exposed':>9s} {'could':>8s}"
+        f" {'hidden':>7s}"
     )
     for name, r in found.items():
-        print(f"  {name:28s} {line(r, base)}")
+        print(f"  {name:39s} {line(r, base)}")
     fitting = {n: r for n, r in found.items() if r.get("fits")}
     if fitting:
         print(f"  fastest of all: {min(fitting, key=lambda n: fitting[n]['step_time_s'])}")
@@ -288,7 +309,7 @@ def hidden_verdict(step: Step, found: Mapping[str, Mapping[str, Any]]) -> Iterat
     r = found.get("default flags" if bare(step.chip) else "bare", {})
     if r.get("hidden_share") is None or r["hidden_share"] >= LEAST_HIDDEN:
         return
-    yield f"hidden: {r['hidden_share']:.0%} of what could be; in the loops over layers the step waits for"
+    yield f"hidden: {r['hidden_share']:.0%} of what could be; the step waits for"
     for what, seconds in r.get("exposed", ()):
         yield f"  {seconds * 1e3:6.0f} ms  {what}"
     if step.chip in WHY_EXPOSED:
@@ -302,11 +323,15 @@ def line(r: Mapping[str, Any], base: Mapping[str, Any]) -> str:
     if "refused" in r:
         return f"refused: {r['refused']}"
     change = r["step_time_s"] / base["step_time_s"] - 1 if base.get("step_time_s") else 0.0
-    hidden = "     -" if r.get("hidden_share") is None else f"{r['hidden_share']:6.0%}"
-    fit = "" if r["fits"] else "  does not fit"
+    hidden = "       -      -"
+    if r.get("hidden_share") is not None and "hideable_s" in r:
+        hidden = f"{r['hideable_s']:7.3f}s {r['hidden_share']:6.0%}"
+    more = "" if r["fits"] else "  does not fit"
+    if r.get("host_s"):
+        more += f"  copies to and from the host {r['host_s']:.3f}s, exposed {r['host_exposed_s']:.3f}s"
     return (
         f"{r['step_time_s']:8.3f}s {change:+8.1%} {r['mfu']:6.1%} {r['hbm_bytes'] / 2**30:7.2f}"
-        f" {r['exposed_s']:8.3f}s {hidden}{fit}"
+        f" {r['exposed_s']:8.3f}s {hidden}{more}"
     )
 
 

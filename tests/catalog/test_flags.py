@@ -14,7 +14,7 @@ def test_every_group_resolves_on_its_chips(name, chip):
 def test_the_file_names_only_what_exists():
     for group in flags.groups().values():
         assert set(group.chips) <= set(chips.names())
-        assert set(group.default) <= set(group.chips)
+        assert {*group.default, *group.default_offloading} <= set(group.chips)
         assert set(group.source) <= set(flags.sources())
         assert all(
             group.name in flags.groups()[other].conflicts or other in flags.groups()
@@ -50,6 +50,34 @@ def test_a_default_group_can_be_left_out():
     assert flags.resolve([f"no-{name}" for name in defaults], "v6e") == {}
 
 
+def test_what_is_asked_for_replaces_defaults_that_exclude_it():
+    name = "xla_tpu_enable_latency_hiding_layer_scheduler"
+    assert flags.resolve([], "v6e")[name] is True
+    assert name not in flags.resolve(["scheduler"], "v6e")
+    assert name not in flags.resolve(["scheduler", "no-sparsecore-queues"], "v6e")
+    with pytest.raises(UserError, match="scheduler and sparsecore-queues exclude each other"):
+        flags.resolve(["scheduler", "sparsecore-queues"], "v6e")
+
+
+def test_steps_that_offload_have_defaults_of_their_own():
+    assert "scheduler" in flags.defaults("v6e", offloads=True)
+    assert "sparsecore-queues" not in flags.defaults("v6e", offloads=True)
+    assert "scheduler" not in flags.defaults("v6e")
+    name = "xla_tpu_host_transfer_overlap_limit"
+    assert name in flags.resolve([], "v6e", offloads=True)
+    assert name not in flags.resolve(["no-scheduler"], "v6e", offloads=True)
+    assert name not in flags.resolve(["sparsecore-queues"], "v6e", offloads=True)
+    assert name not in flags.resolve([], "v6e")
+
+
+def test_several_slices_do_without_what_is_for_one():
+    assert "sparsecore-queues" not in flags.defaults("v5p", num_slices=2)
+    name = "xla_tpu_enable_latency_hiding_layer_scheduler"
+    assert name not in flags.resolve([], "v5p", num_slices=2)
+    assert name not in flags.resolve(["no-sparsecore-queues"], "v5p", num_slices=2)
+    assert name in flags.resolve(["sparsecore-queues"], "v5p", num_slices=2)
+
+
 @pytest.mark.parametrize(
     ("asked", "chip", "message"),
     [
@@ -71,6 +99,7 @@ def test_a_default_group_can_be_left_out():
             "may give wrong results.*use sparsecore",
         ),
         ("xla_tpu_scoped_vmem_limit_kib=1", "v6e", "set only the key"),
+        ("no-async-all-reduce", "v6e", "is not on by default on v6e; leave it out"),
     ],
 )
 def test_refuses_what_would_not_compile(asked, chip, message):
@@ -119,11 +148,17 @@ def test_without_libtpu_the_newest_listed_counts(monkeypatch):
         ("sparsecore-all-gather", "not beside: async-collective-fusion"),
         ("--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true", "refused for v5p, v6e, tpu7x"),
         ("xla_tpu_scoped_vmem_limit_kib", "default in libtpu 0.0.52: -1"),
+        ("xla_tpu_scoped_vmem_limit_kib", "set by the key scoped_vmem_limit_kib"),
+        ("no-sparsecore-all-gather", "not beside: async-collective-fusion"),
         ("xla_sc_disjoint_spmem", "flag of the process"),
     ],
 )
 def test_explains(name, line):
     assert any(line in shown for shown in flags.explain(name, "0.0.52"))
+
+
+def test_a_default_is_said_of_the_version_that_is_listed():
+    assert "default in libtpu 0.0.52: -1" in flags.explain("xla_tpu_scoped_vmem_limit_kib", "0.0.50.1")
 
 
 def test_explaining_the_unknown_names_the_nearest():

@@ -31,6 +31,13 @@ def test_bytes_tell_decimal_from_binary_prefixes(text, value):
 
 
 @pytest.mark.parametrize(
+    ("text", "value"), [("20", 1200), ("0.5", 30), ("2h", 7200), ("90s", 90), ("5M", 300)]
+)
+def test_a_bare_time_in_minutes_is_minutes(text, value):
+    assert quantities.minutes(text, "--minutes") == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [("30d", 30 * 86400), ("12h", 43200), ("5min", 300), ("5m", 300), ("11.6s", 11.6), ("30 ms", 0.03),
      ("90", 90), ("2y", 2 * 365.25 * 86400)],

@@ -27,6 +27,8 @@ def in_this_process(tmp_path, monkeypatch):
     [
         (["--only", "kernles"], "--only kernles: expected some of kernels, flags, remat"),
         (["--minutes", "soon"], "--minutes soon: expected"),
+        (["--minutes", "0"], "--minutes 0: expected minutes above 0, such as 20"),
+        (["--minutes", "20T"], "--minutes 20T: expected minutes above 0"),
         (["--chip", "v6e"], "absent slices need --chip and --topology"),
         (["--topology", "4x4"], "absent slices need --chip and --topology"),
         (["--slices", "2"], "--slices is for absent slices"),

@@ -92,3 +92,27 @@ def test_a_change_of_any_rule_that_shapes_a_program_makes_it_again():
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slicewise.costs."):
                     used.add(node.module.rpartition(".")[2] + ".py")
     assert used - ONLY_MEASURES == {*compiler.RULES}
+
+
+def test_a_schedule_is_kept_as_it_was_when_the_compiler_was_stopped(tmp_path, monkeypatch, request_):
+    """It may be about to write the same files anew, for what it offloads."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "check", lambda request: None)
+
+    def run(child, timeout_s, memory_limit_bytes):
+        (child.work / "facts.json").write_text('{"module": "jit_update"}')
+        files = {
+            suffix: child.dump / f"module_0000.jit_update.x.after_optimizations{suffix}"
+            for suffix in ("-live-range.txt", "-buffer-assignment.txt", ".txt")
+        }
+        for suffix, text in (("-live-range.txt", "ranges"), (".txt", "HloModule x\n\nENTRY %m {\n}\n")):
+            files[suffix].write_text(text)
+        files["-buffer-assignment.txt"].write_text("")
+        assert not child._schedule_is_there()
+        files["-buffer-assignment.txt"].write_text("buffers")
+        assert child._schedule_is_there()
+        files["-buffer-assignment.txt"].write_text("")
+        return {"module": "jit_update", "out_of_memory": None}
+
+    monkeypatch.setattr(compiler._Child, "run", run)
+    assert compile_request(request_).text("buffers.txt") == "buffers"

@@ -25,6 +25,8 @@ class Group(Record):
     flags: Mapping[str, Value]
     conflicts: tuple[str, ...] = ()  # groups that cannot be on beside it
     default: tuple[str, ...] = ()  # generations whose runs get it unasked
+    one_slice: bool = False  # by default only where one slice is the whole run
+    default_offloading: tuple[str, ...] = ()  # where activations go to the host, instead of what excludes it
     note: str = ""
 
 
@@ -86,33 +88,55 @@ def options(version: str) -> Mapping[str, str]:
 
     Those of the nearest version before it where the catalog does not list it, or else of the oldest.
     """
-    before = [v for v in listed() if _number(v) <= _number(version)]
-    name = before[-1] if before else listed()[0]
-    text = (resources.files("slicewise.catalog") / "libtpu" / f"{name}.tsv").read_text()
+    text = (resources.files("slicewise.catalog") / "libtpu" / f"{_list_for(version)}.tsv").read_text()
     rows = (line.partition("\t") for line in text.splitlines() if not line.startswith("#"))
     return MappingProxyType({flag: default for flag, _, default in rows})
 
 
+def _list_for(version: str) -> str:
+    before = [v for v in listed() if _number(v) <= _number(version)]
+    return before[-1] if before else listed()[0]
+
+
+def defaults(chip: str, *, offloads: bool = False, num_slices: int = 1) -> list[str]:
+    """The groups that a run on ``chip`` gets unasked; with ``offloads`` one that keeps activations on the host."""
+    fitting = {name: group for name, group in groups().items() if num_slices == 1 or not group.one_slice}
+    names = [name for name, group in fitting.items() if chip in group.default]
+    instead = [group for group in groups().values() if offloads and chip in group.default_offloading]
+    for group in instead:
+        names = [*(n for n in names if not _exclude(groups()[n], group)), group.name]
+    return names
+
+
 def resolve(
-    asked: Sequence[str], chip: str, scoped_vmem_limit_kib: int = 0, version: str | None = None
+    asked: Sequence[str],
+    chip: str,
+    scoped_vmem_limit_kib: int = 0,
+    version: str | None = None,
+    *,
+    offloads: bool = False,
+    num_slices: int = 1,
 ) -> dict[str, Value]:
     """Options for a program on ``chip``, a TPU of the catalog: its default groups, then ``asked`` in order.
 
     An item is a group, ``no-`` and a default group, or ``flag=value``, with or without leading dashes; the last value
-    of a flag counts, except that groups must agree. ``scoped_vmem_limit_kib`` 0 leaves the compiler's.
+    of a flag counts, except that groups must agree. A group that is asked for replaces default ones that exclude it.
+    ``scoped_vmem_limit_kib`` 0 leaves the compiler's.
     Raises UserError for what is unknown, not for this chip, contradictory or refused by the compiler.
     """
     version = version or installed()
-    names = [name for name, group in groups().items() if chip in group.default]
+    names = defaults(chip, offloads=offloads, num_slices=num_slices)
+    can_be_off = {*defaults(chip), *defaults(chip, offloads=True)}
     overrides: dict[str, Value] = {}
     for item in asked:
         word = item.strip().lstrip("-")
         if "=" in word:
             flag, _, value = word.partition("=")
             overrides[_known(flag, version)] = _parsed(value)
-        elif word.removeprefix("no-") in names and word not in groups():
-            names.remove(word.removeprefix("no-"))
-        elif _group(word, chip).name not in names:
+        elif (off := word.removeprefix("no-")) in {*names, *can_be_off} and word not in groups():
+            names = [name for name in names if name != off]
+        elif (group := _group(word, chip)).name not in names:
+            names = [n for n in names if n in asked or not _exclude(groups()[n], group)]
             names.append(word)
     chosen = _merged([groups()[name] for name in names], overrides)
     for flag in chosen:
@@ -133,9 +157,14 @@ def explain(name: str, version: str | None = None) -> list[str]:
     """What a group or a flag is, in lines; the first is the heading. Raises UserError for an unknown name."""
     version = version or installed()
     name = name.lstrip("-").partition("=")[0]
-    if group := groups().get(name):
+    if group := groups().get(name) or groups().get(name.removeprefix("no-")):
+        name = group.name
         lines = [name, group.purpose, f"chips: {', '.join(group.chips)}"]
         lines += [f"on by default: {', '.join(group.default)}"] if group.default else []
+        lines += ["by default on one slice only"] if group.one_slice else []
+        if group.default_offloading:
+            chips_ = ", ".join(group.default_offloading)
+            lines.append(f"on by default where activations go to the host: {chips_}")
         lines += [f"not beside: {', '.join(group.conflicts)}"] if group.conflicts else []
         lines += [f"note: {group.note}"] if group.note else []
         lines += [f"source: {sources()[source]}" for source in group.source]
@@ -150,15 +179,23 @@ def explain(name: str, version: str | None = None) -> list[str]:
     default = options(version).get(name)
     lines = [name]
     if default is not None:
-        lines.append(f"default in libtpu {version}: {default or 'left to the compiler'}")
+        lines.append(f"default in libtpu {_list_for(version)}: {default or 'left to the compiler'}")
+    if name == SCOPED_VMEM:
+        lines.append("set by the key scoped_vmem_limit_kib, which tiles of kernels follow too")
     for group in groups().values():
         if name in group.flags:
             lines.append(f"{_shown(group.flags[name])} in the group {group.name}: {group.purpose}")
     return lines + [_refusal(r) for r in stops]
 
 
+def _exclude(one: Group, other: Group) -> bool:
+    return other.name in one.conflicts or one.name in other.conflicts
+
+
 def _group(name: str, chip: str) -> Group:
     if name not in groups():
+        if (other := name.removeprefix("no-")) in groups():
+            raise UserError(f"compiler_flags: {name}: {other} is not on by default on {chip}; leave it out.")
         known = [*groups(), *(f"no-{n}" for n, group in groups().items() if chip in group.default)]
         raise UserError(
             f"compiler_flags: unknown group '{name}'.{did_you_mean(name, known)} 'slicewise flags list' shows"

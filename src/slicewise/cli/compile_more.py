@@ -76,7 +76,7 @@ def search(arguments: argparse.Namespace, config: "RunConfig", cluster: "Cluster
 
     out = Console()
     top = quantities.whole(arguments.top, "--top")
-    seconds = 60 * quantities.amount(arguments.minutes, "--minutes")
+    seconds = quantities.minutes(arguments.minutes, "--minutes")
     with trials.progress(Console(file=sys.stderr)) as advance:
         found = search_compiled(config, cluster, top=top, seconds=seconds, progress=advance)
     if arguments.json:

@@ -56,6 +56,15 @@ def seconds(text: str, what: str, *, zero: bool = False) -> float:
     return number * SECONDS[suffix or "s"]
 
 
+def minutes(text: str, what: str) -> float:
+    """Seconds of a time in minutes: 20, 0.5; or in another unit, 2h. Raises UserError unless above 0."""
+    expected = "minutes above 0, such as 20, or a time such as 2h"
+    number, suffix = _split(text, what, expected)
+    if suffix and suffix not in SECONDS:
+        raise _wrong(text, what, expected)
+    return number * SECONDS[suffix or "min"]
+
+
 def coordinates(text: str, what: str) -> tuple[int, ...]:
     """Whole numbers from 0 on, separated by commas: 0,3,1. Raises UserError for anything else."""
     parts = text.replace(" ", "").split(",")

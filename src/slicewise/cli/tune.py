@@ -34,7 +34,7 @@ def register(verbs: Verbs) -> None:
 
 def _tune(arguments: argparse.Namespace) -> int:
     what = _what(arguments.only)
-    seconds = 60 * quantities.amount(arguments.minutes, "--minutes")
+    seconds = quantities.minutes(arguments.minutes, "--minutes")
     if bool(arguments.chip) != bool(arguments.topology):
         raise UserError("absent slices need --chip and --topology, such as --chip v6e --topology 16x16.")
     if arguments.slices and not arguments.chip:

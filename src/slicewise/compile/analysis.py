@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from slicewise.compile import hlo
-from slicewise.compile.collectives import OPS, Layout
+from slicewise.compile.collectives import Layout
 from slicewise.compile.compiler import Compiled, Request
+from slicewise.compile.hiding import Hiding, hiding
 from slicewise.compile.memory import Memory, memory_of
 from slicewise.compile.places import places
 from slicewise.compile.schedule import COPY, HOST, SPARSECORE, Replay, Totals, replay
@@ -30,8 +31,6 @@ class Communication:
     bytes_: float
     seconds: float
     exposed_s: float
-    looped_s: float = 0.0  # of the seconds, those within loops over layers
-    looped_exposed_s: float = 0.0
 
     @property
     def overlapped_s(self) -> float:
@@ -40,7 +39,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class Exposed:
-    """Collectives of one kind and place that the core waits for in loops over layers, of one step."""
+    """Collectives of one kind and place that the core waits for, of one step."""
 
     op: str
     part: str  # of the model
@@ -67,6 +66,7 @@ class CompiledStep:
     replay: Replay
     seconds: Mapping[tuple[str, str], float]  # of the core, by (part of the model, pass)
     communication: tuple[Communication, ...]  # the longest first
+    hiding: tuple[Hiding, ...]
     flops: Mapping[str, float]  # of one device, by pass
     cpu_s: float  # that compiling took
     wall_s: float
@@ -79,26 +79,23 @@ class CompiledStep:
         return self.out_of_memory is None and self.memory.fits
 
     @property
-    def hidden_share(self) -> float | None:
-        """Of the communication that a schedule could hide, what it does hide; None where there is none.
-
-        It could hide what the loops over layers do over axes that only spread weights and gradients. Tokens wait for
-        what tensor and expert axes move, and nothing runs before the first gather and behind the last gradient.
-        """
-        free = [c for c in self.communication if not any(axis in c.axes for axis in ("tensor", "expert"))]
-        could_s = sum(c.looped_s for c in free)
-        if not could_s:
-            return None
-        return max(0.0, 1 - sum(c.looped_exposed_s for c in free) / could_s)
+    def hideable_s(self) -> float:
+        """Of the communication, what a schedule of this program could hide (compile/hiding.py)."""
+        return sum(h.could_s for h in self.hiding)
 
     @property
-    def exposed_in_loops(self) -> tuple[Exposed, ...]:
+    def hidden_share(self) -> float | None:
+        """Of that, what this schedule does hide; None where there is none."""
+        return sum(h.hidden_s for h in self.hiding) / self.hideable_s if self.hideable_s else None
+
+    @property
+    def exposed(self) -> tuple[Exposed, ...]:
         """The longest first."""
         sums: dict[tuple[str, str, str, bool], float] = {}
+        ops = {name: op for h in self.hiding for name, op in h.ops.items()}
         for (name, is_synchronous), seconds in self.replay.totals.waited.items():
-            op = next((op for op in OPS if name.startswith(op)), None)
-            if op is not None:
-                key = (op, *self.places[name], is_synchronous)
+            if name in ops:
+                key = (ops[name], *self.places[name], is_synchronous)
                 sums[key] = sums.get(key, 0.0) + seconds
         found = [Exposed(*key, seconds) for key, seconds in sums.items()]
         return tuple(sorted(found, key=lambda e: -e.seconds))
@@ -116,7 +113,8 @@ def analyse(compiled: Compiled) -> CompiledStep:
     device = device_of(request.cluster.chip)
     module = hlo.parse(compiled.text("scheduled.hlo"))
     layout = Layout(request.cluster, compiled.facts["mesh"], np.array(compiled.facts["devices"]))
-    played = replay(module, Describer(layout, device))
+    describe = Describer(layout, device)
+    played = replay(module, describe)
     memory = memory_of(
         module, compiled.text("buffers.txt"), compiled.text("live_ranges.txt"), device.hbm_bytes
     )
@@ -136,6 +134,7 @@ def analyse(compiled: Compiled) -> CompiledStep:
         replay=played,
         seconds=seconds,
         communication=_communication(played.totals),
+        hiding=hiding(module, describe, played.totals.waited),
         flops={name: done for name, done in flops.items() if done},
         cpu_s=compiled.facts["cpu_s"],
         wall_s=compiled.facts["wall_s"],
@@ -147,14 +146,7 @@ def analyse(compiled: Compiled) -> CompiledStep:
 
 def _communication(totals: Totals) -> tuple[Communication, ...]:
     rows = [
-        Communication(
-            axes,
-            totals.communication_bytes[axes],
-            spent,
-            totals.exposed.get(axes, 0.0),
-            totals.looped.get(axes, 0.0),
-            totals.looped_exposed.get(axes, 0.0),
-        )
+        Communication(axes, totals.communication_bytes[axes], spent, totals.exposed.get(axes, 0.0))
         for axes, spent in totals.communication.items()
         if axes not in _WAITS
     ]

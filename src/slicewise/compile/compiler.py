@@ -138,8 +138,9 @@ def compile_request(
     try:
         _sweep(kept.parent)
         (work / "dump").mkdir(parents=True)
-        facts = _Child(request, work).run(timeout_s, memory_limit_bytes)
-        _keep(work, facts, request.depth)
+        child = _Child(request, work)
+        facts = child.run(timeout_s, memory_limit_bytes)
+        _keep(work, facts, request.depth, child.schedule)
         _put(work, kept)
     except CompileFailed:
         shutil.rmtree(work / "dump", ignore_errors=True)  # the log stays: the message names it
@@ -278,6 +279,7 @@ class _Child:
     def __init__(self, request: Request, work: Path):
         self.request, self.work, self.dump = request, work, work / "dump"
         self.log = work / "compiler.log"
+        self.schedule: dict[str, bytes] = {}  # what is kept of a compiler that was stopped at it
 
     def run(self, timeout_s: float, memory_limit_bytes: float | None) -> dict[str, Any]:
         """Facts of the compile. Raises UserError."""
@@ -321,14 +323,23 @@ class _Child:
         """All files of the schedule are there, and the one that is written last is whole.
 
         The one after it, of the same instructions, has to wait for the machine code of the SparseCores, which on TPU7x
-        takes longer than all that came before.
+        takes longer than all that came before. They are read at once: the compiler may begin to write them anew, for
+        what it offloads, and then they are empty when it is stopped.
         """
-        names = ("-live-range.txt", "-buffer-assignment.txt", ".txt")
-        paths = [path for name in names if (path := self._dumped(f"after_optimizations{name}"))]
-        if len(paths) < len(names) or not all(path.stat().st_size for path in paths):
+        names = {
+            "live_ranges.txt": "-live-range.txt",
+            "buffers.txt": "-buffer-assignment.txt",
+            "scheduled.hlo": ".txt",
+        }
+        found = {name: self._dumped(f"after_optimizations{suffix}") for name, suffix in names.items()}
+        texts = {name: path.read_bytes() for name, path in found.items() if path}
+        if len(texts) < len(names) or not all(texts.values()):
             return False
-        text = paths[-1].read_bytes()
-        return text.rstrip().endswith(b"}") and b"\nENTRY " in text  # the entry computation comes last
+        text = texts["scheduled.hlo"]
+        if not text.rstrip().endswith(b"}") or b"\nENTRY " not in text:  # the entry computation comes last
+            return False
+        self.schedule = texts
+        return True
 
     def _facts(self, process: subprocess.Popen, has_schedule: bool) -> dict[str, Any]:
         outcome = {"error": None, "kind": ""}
@@ -383,11 +394,14 @@ def _resident_bytes(pid: int) -> float:
         return 0.0
 
 
-def _keep(work: Path, facts: dict[str, Any], depth: Depth) -> None:
+def _keep(work: Path, facts: dict[str, Any], depth: Depth, schedule: dict[str, bytes]) -> None:
     """Leaves the few files that are read again, compressed; facts.json last, which makes it whole."""
     module = facts["module"]
     (work / "facts.json").unlink()
     for name, suffixes in _kept(depth):
+        if name in schedule:
+            (work / f"{name}.gz").write_bytes(gzip.compress(schedule[name], 6))
+            continue
         for suffix in suffixes:
             if path := next(iter(sorted((work / "dump").glob(f"module_*.{module}.*{suffix}"))), None):
                 (work / f"{name}.gz").write_bytes(gzip.compress(path.read_bytes(), 6))

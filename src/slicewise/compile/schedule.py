@@ -6,7 +6,7 @@ between memories. An asynchronous start reserves its resources from now on; its 
 core waits is exposed.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from slicewise.compile.hlo import Computation, Instruction, Module, trip_count
@@ -55,9 +55,6 @@ class Totals:
     communication: dict[str, float] = field(default_factory=dict)  # label -> seconds, hidden or not
     communication_bytes: dict[str, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=dict)  # label -> seconds that the core waited
-    # The same two of what runs in loops: before and behind it stand other rounds, whose compute could hide it.
-    looped: dict[str, float] = field(default_factory=dict)
-    looped_exposed: dict[str, float] = field(default_factory=dict)
     # Of that, by (instruction, whether it is synchronous).
     waited: dict[tuple[str, bool], float] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)  # instruction -> FLOPs
@@ -69,8 +66,6 @@ class Totals:
         _add(self.communication, other.communication, times)
         _add(self.communication_bytes, other.communication_bytes, times)
         _add(self.exposed, other.exposed, times)
-        _add(self.looped, other.looped, times)
-        _add(self.looped_exposed, other.looped_exposed, times)
         _add(self.waited, other.waited, times)
         _add(self.flops, other.flops, times)
         self.host_bytes += times * other.host_bytes
@@ -230,8 +225,6 @@ class _Player:
                 self.spans.append(Span(resource, begin_s, end_s - begin_s, i, work, depth))
         if work.kind in ("collective", "host copy"):
             totals.communication[work.label] = totals.communication.get(work.label, 0.0) + work.seconds
-            if depth:
-                totals.looped[work.label] = totals.looped.get(work.label, 0.0) + work.seconds
             totals.communication_bytes[work.label] = (
                 totals.communication_bytes.get(work.label, 0.0) + work.bytes_
             )
@@ -242,7 +235,7 @@ class _Player:
             return
         taken_s = end_s - self.now_s
         if work.kind == "collective" or work.resources:
-            _expose(totals, work.label, taken_s, depth, (i.name, True))
+            _expose(totals, work.label, taken_s, (i.name, True))
         else:
             key = (work.kind, i.name)
             totals.seconds[key] = totals.seconds.get(key, 0.0) + taken_s
@@ -261,37 +254,33 @@ class _Player:
         if work is None or waited_s <= 0:
             return
         label = work.label or work.kind
-        _expose(totals, label, waited_s, depth, (name, False))
+        _expose(totals, label, waited_s, (name, False))
         if record:
             wait = Work("wait", waited_s, label=label)
             self.spans.append(Span(CORE, self.now_s, waited_s, i, wait, depth))
         self.now_s = end_s
 
     def _done_of(self, computation: Computation, i: Instruction) -> str | None:
-        """The pending start that ``i`` completes."""
-        if not is_done(self.module, i):
-            return None
-        for operand in i.operands:
-            name: str | None = operand
-            while name is not None:
-                if name in self.pending:
-                    return name
-                source = computation.instructions.get(name)
-                through = source and source.opcode in (
-                    "get-tuple-element",
-                    "bitcast",
-                    "async-update",
-                    "fusion",
-                )
-                name = source.operands[0] if source and through and source.operands else None
-        return ""
+        """The pending start that ``i`` completes; None where it completes nothing."""
+        return start_of(computation, i, self.pending) if is_done(self.module, i) else None
 
 
-def _expose(totals: Totals, label: str, seconds: float, depth: int, by: tuple[str, bool]) -> None:
+def start_of(computation: Computation, done: Instruction, pending: Container[str]) -> str:
+    """Which of the ``pending`` starts ``done`` completes; empty where it is none of them."""
+    for operand in done.operands:
+        name: str | None = operand
+        while name is not None:
+            if name in pending:
+                return name
+            source = computation.instructions.get(name)
+            through = source and source.opcode in ("get-tuple-element", "bitcast", "async-update", "fusion")
+            name = source.operands[0] if source and through and source.operands else None
+    return ""
+
+
+def _expose(totals: Totals, label: str, seconds: float, by: tuple[str, bool]) -> None:
     totals.exposed[label] = totals.exposed.get(label, 0.0) + seconds
-    if depth:
-        totals.looped_exposed[label] = totals.looped_exposed.get(label, 0.0) + seconds
-        totals.waited[by] = totals.waited.get(by, 0.0) + seconds
+    totals.waited[by] = totals.waited.get(by, 0.0) + seconds
 
 
 def is_done(module: Module, i: Instruction) -> bool:

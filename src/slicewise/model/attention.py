@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.kernels.attention.api import Kernel, Tokens, attention
-from slicewise.model import mla, rope
+from slicewise.model import mla, order, rope
 from slicewise.model.layers import biased, normed
 from slicewise.model.linear import linear
 from slicewise.model.params import Layers, Norm
@@ -55,8 +55,9 @@ def attend(
     cached: Cache | None,
     weight: Callable,
     kernel: Kernel,
-) -> tuple[jax.Array, Cache | None]:
-    """What the layer's attention adds to the residual stream ``x``, and its cache with these tokens appended."""
+) -> tuple[jax.Array, Cache | None, Layers]:
+    """What the layer's attention adds to the residual stream ``x``, its cache with these tokens appended, and
+    the weights for the rest of the layer, whose gradients come first (model/order.py)."""
     h_BTD = jax.sharding.reshard(
         normed(x_BTD, w.attn_norm, spec), partition("batch", "sequence", "activation")
     )
@@ -76,6 +77,7 @@ def attend(
         if cached is not None:
             cached, keys = _append(cached, k_BSKH, v_BSKH, where)
             k_BSKH, v_BSKH = cached.keys, cached.values
+    (q_BTNH, k_BSKH, v_BSKH), w = order.behind_mlp((q_BTNH, k_BSKH, v_BSKH), w)
     context_BTNH = attention(
         q_BTNH,
         k_BSKH,
@@ -92,7 +94,9 @@ def attend(
     scattered = residual(x_BTD.shape[1])
     out_BTD = linear(context_BTNH, weight(w.wo, "heads", "head_dim", "embed"), scattered, contract=2)
     out_BTD = named(biased(out_BTD, w.bo), "out_proj")
-    return (out_BTD if w.post_attn_norm is None else normed(out_BTD, w.post_attn_norm, spec)), cached
+    if w.post_attn_norm is not None:
+        out_BTD = normed(out_BTD, w.post_attn_norm, spec)
+    return out_BTD, cached, w
 
 
 def _project(

@@ -164,7 +164,7 @@ def _whole(
 
 def _grouped(w: Weights, spec: ModelSpec, x_RD: jax.Array, sizes_G: jax.Array, kernel: Kernel) -> jax.Array:
     """Each row through the MLP of its group."""
-    group_R = jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(len(x_RD)), side="right")
+    group_R = jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(len(x_RD)), side="right", method="compare_all")
 
     def product(x: jax.Array, matrix: str, bias: str, name: str) -> jax.Array:
         if isinstance(w[matrix], quantized_experts.Whole):

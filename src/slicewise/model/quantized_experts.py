@@ -185,5 +185,5 @@ def _by_column(x: jax.Array, grad: jax.Array, how: Quantization) -> tuple[_Bytes
 
 def _by_row(scale_G: jax.Array, sizes_G: jax.Array, rows: int) -> jax.Array:
     """The scale of each row's expert, [R, 1]; 0 for rows of none."""
-    group_R = jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(rows), side="right")
+    group_R = jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(rows), side="right", method="compare_all")
     return scale_G.at[group_R].get(mode="fill", fill_value=0)[:, None]

@@ -141,7 +141,7 @@ def states(
             w = marked(w, quantization)
         x_BTD = jax.sharding.reshard(x_BTD, residual(x_BTD.shape[1]))
         x_BTD = named(x_BTD, "decoder_layer_input")
-        attended_BTD, cached = attention.attend(
+        attended_BTD, cached, w = attention.attend(
             w, spec, x_BTD, where, tables, is_global, cached, weight, kernel
         )
         x_BTD = x_BTD + attended_BTD

@@ -140,7 +140,9 @@ def compiler_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     if device.platform != "tpu" or chip is None:
         return {}
     asked, limit_kib = config.compiler.compiler_flags, config.compiler.scoped_vmem_limit_kib
-    return dict(flags.resolve(asked, chip.name, limit_kib))
+    offloads = bool(chosen(config.model.remat_policy, config.model.remat_tensors).offloaded)
+    num_slices = len({getattr(d, "slice_index", None) or 0 for d in mesh.devices.flat})
+    return dict(flags.resolve(asked, chip.name, limit_kib, offloads=offloads, num_slices=num_slices))
 
 
 def notes(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> list[str]:

@@ -7,6 +7,7 @@ from slicewise.catalog import flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import AxisDegrees, RunConfig
 from slicewise.costs import pipeline
+from slicewise.costs.remat import chosen
 from slicewise.kernels.attention import tiles as attention_tiles
 from slicewise.kernels.grouped_matmul import tiles as matmul_tiles
 from slicewise.kernels.tuned import Key
@@ -126,11 +127,13 @@ def _sequences(config: RunConfig, spec: ModelSpec, degrees: AxisDegrees) -> int:
 def flag_changes(config: RunConfig, chip: str) -> list[tuple[str, tuple[str, ...]]]:
     """(what, compiler_flags) for each group that ``config`` could put on or off on ``chip``."""
     asked = config.compiler.compiler_flags
+    offloads = bool(chosen(config.model.remat_policy, config.model.remat_tensors).offloaded)
+    defaults = flags.defaults(chip, offloads=offloads)
     found = []
     for group in flags.groups().values():
         if chip not in group.chips:
             continue
-        is_default, is_on = chip in group.default, group.name in asked
+        is_default, is_on = group.name in defaults, group.name in asked
         if is_on:
             found.append((f"without {group.name}", tuple(f for f in asked if f != group.name)))
         elif is_default and f"no-{group.name}" not in asked:

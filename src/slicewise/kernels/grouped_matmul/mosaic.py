@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from slicewise.kernels.grouped_matmul import tiles
+from slicewise.kernels.grouped_matmul import tiles, visits
 
 if TYPE_CHECKING:
     from slicewise.kernels.grouped_matmul.api import Kernel
@@ -61,10 +61,8 @@ def product(
     tile: tiles.Tile | None = None,
 ) -> jax.Array:
     """Rows times the matrix of their group, or with ``transposed`` times its transpose; rows fill whole tiles."""
-    from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu_kernel as tpu_kernel
-
     columns = w.shape[1 if transposed else 2]
-    return tpu_kernel.gmm(
+    return _tokamax().gmm(
         x,
         w,
         group_sizes_G,
@@ -87,9 +85,7 @@ def weight_gradient(
     tile: tiles.Tile | None = None,
 ) -> jax.Array:
     """The products of each group's rows, transposed, and their gradients: [G, E, F]; rows fill whole tiles."""
-    from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu_kernel as tpu_kernel
-
-    return tpu_kernel.tgmm(
+    return _tokamax().tgmm(
         x_ME.T,
         grad_MF,
         group_sizes_G,
@@ -99,6 +95,14 @@ def weight_gradient(
         interpret=_how(kernel.interpret),
         manual_axis_type=jax.typeof(grad_MF).mat,
     )
+
+
+def _tokamax() -> Any:
+    """The module of its kernels, whose list of the grid's steps is ours (see visits.py)."""
+    from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu_kernel
+
+    pallas_mosaic_tpu_kernel.make_group_metadata = visits.metadata
+    return pallas_mosaic_tpu_kernel
 
 
 def _tile(name: tiles.Product, x: jax.Array, columns: int, groups: int, kernel: "Kernel") -> tiles.Tile:
