@@ -274,11 +274,11 @@ def show(step: Step, found: Mapping[str, Mapping[str, Any]]) -> None:
         return
     base = found["bare"]
     print(
-        f"  {'option':39s} {'step':>9s} {'change':>8s} {'MFU':>6s} {'GiB':>7s} {'exposed':>9s} {'could':>8s}"
+        f"  {'option':46s} {'step':>9s} {'change':>8s} {'MFU':>6s} {'GiB':>7s} {'exposed':>9s} {'could':>8s}"
         f" {'hidden':>7s}"
     )
     for name, r in found.items():
-        print(f"  {name:39s} {line(r, base)}")
+        print(f"  {name:46s} {line(r, base)}")
     fitting = {n: r for n, r in found.items() if r.get("fits")}
     if fitting:
         print(f"  fastest of all: {min(fitting, key=lambda n: fitting[n]['step_time_s'])}")

@@ -131,3 +131,17 @@ def test_a_price_file_overlays_prices(tmp_path):
 def test_a_bad_price_file_is_refused(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         chips.load("v5p", price_file=write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "is_slower"),
+    [
+        ("fp8", "tpu7x", False),
+        ("fp8", "v6e", True),
+        ("fp8", "v4", True),
+        ("int8", "v6e", False),
+        ("int8", "tpu7x", True),
+    ],
+)
+def test_says_where_8_bits_save_no_time(name, chip, is_slower):
+    assert bool(chips.saves_bytes_only(chips.load(chip), name)) == is_slower

@@ -158,3 +158,12 @@ def test_tiles_divide_padded_rows(rows):
     assert rows <= padded < rows + matmul_tiles.LARGEST
     k = matmul_tiles.key("gmm", "nowhere", padded, 512, 512, 8, "bfloat16", 0)
     assert padded % matmul_tiles.chosen(k, padded)[0] == 0
+
+
+@pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x"])
+def test_tiles_for_gpt_oss_come_with_the_package_and_beat_the_rule(chip):
+    found = [e for e in tuned.shipped() if e.key.chip == chip and e.key.shape.get("summed") == 2880]
+    assert {(e.key.kernel, e.key.shape["groups"]) for e in found} == {
+        (kernel, experts) for kernel in ("gmm", "gmm_t", "tgmm") for experts in (32, 128)
+    }
+    assert all(e.seconds < e.untuned_seconds for e in found)

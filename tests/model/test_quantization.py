@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slicewise.catalog import chips
 from slicewise.catalog.model import load
 from slicewise.config import load_config
 from slicewise.errors import UserError
@@ -129,17 +128,3 @@ def test_needs_qwix(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'slicewise\[quantization\]'"):
         quantization.check(Quantization("fp8"), None)
-
-
-@pytest.mark.parametrize(
-    ("name", "chip", "is_slower"),
-    [
-        ("fp8", "tpu7x", False),
-        ("fp8", "v6e", True),
-        ("fp8", "v4", True),
-        ("int8", "v6e", False),
-        ("int8", "tpu7x", True),
-    ],
-)
-def test_says_where_8_bits_save_no_time(name, chip, is_slower):
-    assert bool(quantization.slower(Quantization(name), chips.load(chip))) == is_slower

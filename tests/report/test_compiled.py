@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from slicewise.compile.beside import beside_plan
+from slicewise.config import with_overrides
 from slicewise.errors import UserError
 from slicewise.report import compiled as report
 from slicewise.report.jsonable import text as as_text
@@ -211,3 +212,11 @@ def test_a_config_that_the_planner_cannot_price_is_still_shown(compiled_step, mo
     monkeypatch.setattr("slicewise.compile.beside.priced", refuse)
     text = shown(compiled_step("tiny_v5e"))
     assert "The planner has no price for this config: only bfloat16 steps can be priced." in text
+
+
+@pytest.mark.parametrize(("kind", "said"), [("fp8", True), ("int8", False), ("none", False)])
+def test_says_where_8_bits_save_no_time(kind, said, compiled_step):
+    step = compiled_step("tiny_v5e")
+    config = with_overrides(step.request.config, [f"quantization={kind}"])
+    step = replace(step, request=replace(step.request, config=config))
+    assert ("v5e has no fp8 matrix unit" in (report.quantization(step) or "")) == said

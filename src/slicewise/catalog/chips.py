@@ -150,6 +150,18 @@ def of_device_kind(kind: str) -> Chip | None:
     return None
 
 
+def saves_bytes_only(chip: Chip, quantization: str) -> str | None:
+    """What to know where ``chip`` multiplies no faster in ``quantization``, of a config, than in bfloat16."""
+    precision = "int8" if quantization == "int8" else "fp8"
+    rate = chip.int8_flops_per_s if precision == "int8" else chip.fp8_flops_per_s
+    if rate is not None and rate > chip.bf16_flops_per_s:
+        return None
+    return (
+        f"{chip.name} has no {precision} matrix unit faster than bfloat16: quantization = '{quantization}' halves the"
+        " bytes of gathered weights there and saves no time in products."
+    )
+
+
 def load(
     name: str, chip_file: str | None = None, price_file: str | None = None, prefer: str | None = None
 ) -> Chip:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from slicewise.catalog.chips import Chip
 from slicewise.errors import UserError
 from slicewise.parallel.rules import partition, unscattered
 
@@ -120,18 +119,6 @@ def _names(layers: Any) -> list[str]:
 
 def _name(path: tuple) -> str:
     return ".".join(key.name for key in path)
-
-
-def slower(how: Quantization, chip: Chip) -> str | None:
-    """What to know where ``chip`` multiplies no faster in 8 bits than in bfloat16."""
-    precision: Literal["int8", "fp8"] = "int8" if how.name == "int8" else "fp8"
-    rate = chip.int8_flops_per_s if precision == "int8" else chip.fp8_flops_per_s
-    if rate is not None and rate > chip.bf16_flops_per_s:
-        return None
-    return (
-        f"{chip.name} has no {precision} matrix unit faster than bfloat16: quantization = '{how.name}' halves the bytes"
-        " of gathered weights there and saves no time in products."
-    )
 
 
 def marked(

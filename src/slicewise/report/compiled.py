@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from slicewise.catalog import chips
 from slicewise.compile.schedule import CORE
 from slicewise.costs.units import count, duration, quantity
 from slicewise.report import training
@@ -92,6 +93,14 @@ def depth(step: "CompiledStep") -> str:
         "Depth: full. Order, collectives and memory are the compiler's, and so are the cycles of its operations;"
         " kernels and transfers are ours."
     )
+
+
+def quantization(step: "CompiledStep") -> str | None:
+    """What to know where products in 8 bits save no time on the chip."""
+    model = step.request.config.model
+    if model.quantization == "none" or not model.use_qwix_quantization:
+        return None
+    return chips.saves_bytes_only(step.request.cluster.chip, model.quantization)
 
 
 def cost_of_compiling(step: "CompiledStep") -> str:
@@ -224,6 +233,8 @@ def show(out: Console, step: "CompiledStep", comparison: "Comparison") -> None:
     say(out, verdict(step), "" if step.fits else "bold red")
     if step.out_of_memory is None:
         say(out, speed(step))
+    if note := quantization(step):
+        say(out, note)
     say(out, depth(step), "dim")
     say(out, cost_of_compiling(step), "dim")
     sections = [

@@ -23,7 +23,7 @@ from slicewise.kernels import tuned
 from slicewise.kernels.attention import api as attention
 from slicewise.kernels.grouped_matmul import api as grouped_matmul
 from slicewise.model import lora, params
-from slicewise.model.quantization import Quantization, check, slower
+from slicewise.model.quantization import Quantization, check
 from slicewise.parallel.pipeline import Pipeline
 from slicewise.parallel.rules import PIPELINE, RULES
 
@@ -155,7 +155,7 @@ def notes(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> list[str]:
         )
     chip = chips.of_device_kind(mesh.devices.flat[0].device_kind)
     how = quantization(config, spec)
-    if how and chip and (note := slower(how, chip)):
+    if how and chip and (note := chips.saves_bytes_only(chip, how.name)):
         found.append(note)
     if options := compiler_options(config, mesh):
         found.append(f"compiler flags: {' '.join(f'{flag}={value}' for flag, value in options.items())}")
