@@ -245,10 +245,12 @@ def run_page(page: Path, demo: Demo, directory: Path) -> list[tuple[Block, list[
 
 
 @pytest.fixture(scope="module")
-def pages(demo, tmp_path_factory):
-    """What run_page gives of every page, two pages at a time."""
+def pages(demo, tmp_path_factory, request):
+    """What run_page gives of every page that is asked for, two pages at a time."""
+    name = test_the_commands_of_a_page_run_and_print_what_it_shows.__name__
+    asked = [i.callspec.params["page"] for i in request.session.items if i.name.startswith(f"{name}[")]
     with ThreadPoolExecutor(2) as pool:
-        longest_first = sorted(WITH_COMMANDS, key=lambda page: page.name != "tutorial.md")
+        longest_first = sorted(asked, key=lambda page: page.name != "tutorial.md")
         yield {
             p: pool.submit(run_page, p, demo, tmp_path_factory.mktemp("page") / "clone")
             for p in longest_first
