@@ -92,6 +92,19 @@ def test_a_layout_that_the_compiler_refuses_is_ranked_last_with_its_reason(compi
     assert found.trials[-1].problem.startswith("the compiler crashed")
 
 
+def test_limits_are_those_of_each_compile_of_a_search(compiled_by_price, monkeypatch):
+    passes, given = search.compile_request, []
+
+    def compile_request(request, **limits):
+        given.append(limits)
+        return passes(request)
+
+    monkeypatch.setattr(search, "compile_request", compile_request)
+    limits = {"timeout_s": 3.0, "memory_limit_bytes": 1e9}
+    search.search_compiled(load_config(None, BASE).config, CLUSTER, top=1, seconds=60, **limits)
+    assert given == [limits, limits]
+
+
 @pytest.mark.parametrize("look", [search, fix])
 def test_a_machine_that_cannot_compile_is_not_taken_for_a_layout_that_does_not_fit(
     compiled_by_price, monkeypatch, look
@@ -122,6 +135,14 @@ def test_a_fix_is_the_first_by_price_that_fits(compiled_by_price):
     assert planned == sorted(planned)
 
 
+def test_a_fix_tries_every_proposal_before_it_gives_up(compiled_by_price):
+    config = load_config(None, ["model=llama3-70b", "sequence_length=32768", "global_batch_size=4096"]).config
+    cluster, tried = slices.cluster("v5e:4x4"), []
+    assert fix.fixed(config, cluster, tried=tried.append) is None
+    assert [t.overrides for t in tried] == [p.overrides for p in fix.proposals(config, cluster)]
+    assert len(tried) > 12
+
+
 def test_nothing_is_proposed_that_would_take_more_memory():
     config = load_config(None, [*BASE, "remat_policy=full"]).config
     shape = model_shape(load_spec("llama3-8b"))
@@ -133,18 +154,19 @@ def test_nothing_is_proposed_that_would_take_more_memory():
 
 def test_a_check_stores_once_then_compares(compiled_step, tmp_path):
     step, path = compiled_step("tiny_v5e"), str(tmp_path / "result.json")
-    assert check.read(path) is None
+    assert check.read(path, step.request) is None
     assert check.problems(step, None) == []
     check.write(path, step)
-    stored = check.read(path)
+    stored = check.read(path, step.request)
     assert stored == check.Stored.of(step)
     assert check.problems(step, stored) == []
     faster = stored.model_copy(update={"step_time_s": 0.9 * stored.step_time_s})
     smaller = stored.model_copy(update={"hbm_bytes": 0.5 * stored.hbm_bytes})
-    elsewhere = stored.model_copy(update={"what": stored.what.replace("v5e:2x2", "v5e:4x4")})
     assert ["slower" in p for p in check.problems(step, faster)] == [True]
     assert ["above the stored" in p for p in check.problems(step, smaller)] == [True]
-    assert ["v5e:4x4" in p for p in check.problems(step, elsewhere)] == [True]
+    elsewhere = dataclasses.replace(step.request, cluster=CLUSTER)
+    with pytest.raises(UserError, match=r"is of update .* v5e:2x2 .*; this is update .* v5p:2x2x4"):
+        check.read(path, elsewhere)
 
 
 def test_a_check_fails_for_what_does_not_fit(compiled_step):
@@ -157,8 +179,8 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("text", ["", "{}", json.dumps({"slice": 1, "extra": 2}), "[]", *NUMBERS])
-def test_a_stored_result_that_is_none_is_refused(tmp_path, text):
+def test_a_stored_result_that_is_none_is_refused(compiled_step, tmp_path, text):
     path = tmp_path / "result.json"
     path.write_text(text)
     with pytest.raises(UserError, match="none of slicewise compile --check"):
-        check.read(str(path))
+        check.read(str(path), compiled_step("tiny_v5e").request)
