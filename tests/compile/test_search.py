@@ -1,17 +1,22 @@
 """Search, fix and check, with the compiler replaced by a price: the real one is asked in tests/cli/test_compile.py."""
 
 import dataclasses
+import io
 import json
+import time
 
 import pytest
+from rich.console import Console
 
 from slicewise.catalog import slices
 from slicewise.compile import check, fix, search
+from slicewise.compile.compiler import CompileFailed
 from slicewise.config import load_config, with_overrides
 from slicewise.costs.shapes import model_shape
 from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.plan.run_config import priced
+from slicewise.report import trials
 
 CLUSTER = slices.cluster("v5p:2x2x4")
 BASE = ["model=llama3-8b", "sequence_length=4096", "global_batch_size=64"]
@@ -75,6 +80,22 @@ def test_a_search_that_ran_out_of_time_says_how_many_are_left(compiled_by_price)
     found = search.search_compiled(config, CLUSTER, top=4, seconds=0)
     assert (len(found.trials), found.skipped) == (0, 5)
     assert found.best is None
+    assert "No layout was compiled." in said(found)
+
+
+def test_a_layout_that_is_stopped_for_the_time_is_left_for_the_next_search(compiled_by_price, monkeypatch):
+    def out_of_time(request, *, timeout_s, **limits):
+        time.sleep(1.01 * timeout_s)
+        raise CompileFailed("the compiler was stopped: it took longer", code=ExitCode.INTERNAL)
+
+    monkeypatch.setattr(search, "compile_request", out_of_time)
+    found = search.search_compiled(load_config(None, BASE).config, CLUSTER, top=2, seconds=1.2)
+    assert (found.trials, found.skipped) == ((), 3)
+
+
+def said(found):
+    trials.show(Console(file=(text := io.StringIO()), width=200), found)
+    return text.getvalue()
 
 
 def test_a_layout_that_the_compiler_refuses_is_ranked_last_with_its_reason(compiled_by_price, monkeypatch):

@@ -63,7 +63,8 @@ def search_compiled(
     Two thirds are its best meshes, each with the remat policy it thinks best; the others are further remat policies on
     the mesh that the compiler found fastest, for what moving and recomputing cost is where the two differ most.
     What an earlier search compiled is taken from the cache, so that one that was interrupted goes on where it was. Once
-    ``seconds`` have passed no further layout is begun. ``timeout_s`` and ``memory_limit_bytes`` limit each compile.
+    ``seconds`` have passed no further layout is begun, and the one at work is stopped.
+    ``timeout_s`` and ``memory_limit_bytes`` limit each compile.
     Raises UserError when the planner knows no layout.
     """
     until_s = time.monotonic() + seconds
@@ -78,7 +79,10 @@ def search_compiled(
             left_s = until_s - time.monotonic()
             if left_s <= 0 and not request.is_cached:
                 continue
-            trials.append(_tried(request, proposal, min(timeout_s, max(left_s, 1.0)), memory_limit_bytes))
+            trial = _tried(request, proposal, min(timeout_s, max(left_s, 1.0)), memory_limit_bytes)
+            if trial.step is None and time.monotonic() >= until_s:
+                continue  # most likely stopped for the time, and so no worse than those that were not begun
+            trials.append(trial)
             progress(proposed, of, trials[-1])
 
     meshes = _meshes(config, cluster, top - top // 3)

@@ -42,8 +42,10 @@ def progress(out: Console) -> Iterator[Callable[[int, int, "Trial"], None]]:
 def show(out: Console, found: "Found") -> None:
     if found.best:
         say(out, f"Fastest that fits: {found.best.name}.", "bold")
+    elif any(t.step for t in found.trials):
+        say(out, "None of these layouts fits; --fix looks for a change of the config that does.", "bold")
     else:
-        say(out, "None of these layouts fits.", "bold")
+        say(out, "No layout was compiled.", "bold")
     problems: list[str] = []
     made = table("layout", "predicted", "MFU", "memory", "planned", "compiled in", words=1)
     for t in found.trials:
