@@ -295,3 +295,8 @@ def test_options_that_mean_nothing_together_are_refused_before_compiling(refused
     code, line = refused(*HERE, *options)
     assert code == 2
     assert all(word in line for word in words), line
+
+
+def test_an_executable_that_is_no_longer_kept_is_said_with_its_folder(compiled_step, program_cache, tmp_path):
+    with pytest.raises(UserError, match=rf"kept in {program_cache}.* No such file .* delete that folder"):
+        compile_more.save_executable(compiled_step("tiny_v5e"), str(tmp_path / "step.bin"))

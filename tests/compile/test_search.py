@@ -205,3 +205,8 @@ def test_a_stored_result_that_is_none_is_refused(compiled_step, tmp_path, text):
     path.write_text(text)
     with pytest.raises(UserError, match="none of slicewise compile --check"):
         check.read(str(path), compiled_step("tiny_v5e").request)
+
+
+def test_a_stored_result_that_is_no_file_is_refused_unread(compiled_step):
+    with pytest.raises(UserError, match="/dev/zero: expected the path of a file"):
+        check.read("/dev/zero", compiled_step("tiny_v5e").request)

@@ -206,6 +206,11 @@ def save_executable(step: "CompiledStep", path: str) -> str:
 
     if not step.fits:
         return f"{path}: not written, for it does not fit"
-    code = (cache_directory() / step.request.key / "executable").read_bytes()
+    kept = cache_directory() / step.request.key
+    try:
+        code = (kept / "executable").read_bytes()
+    except OSError as e:
+        what = f"the executable that is kept in {kept} cannot be read: {e.strerror}; delete that folder and ask again."
+        raise UserError(what, code=ExitCode.INTERNAL) from e
     write_whole(path, code, f"--serialize {path}")
     return f"{path}: the executable"

@@ -67,6 +67,8 @@ def read(path: str, request: Request) -> Stored | None:
 
     Raises UserError for one that cannot be read, and for one of something else than ``request``.
     """
+    if Path(path).exists() and not Path(path).is_file():  # a device may never end
+        raise UserError(f"stored result {path}: expected the path of a file.")
     try:
         stored = Stored.model_validate_json(Path(path).read_text())
     except FileNotFoundError:
