@@ -1,10 +1,12 @@
 """slicewise compile as a user runs it: one small step is really compiled. Total time: fifteen seconds of one core."""
 
 import contextlib
+import dataclasses
 import gzip
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -13,7 +15,11 @@ from pathlib import Path
 import pytest
 
 from slicewise import cli
-from slicewise.errors import UserError
+from slicewise.cli import compile_more
+from slicewise.compile.analysis import analyse
+from slicewise.compile.search import Trial
+from slicewise.config import load_config, with_overrides
+from slicewise.errors import ExitCode, UserError
 
 TINY = ["compile", "model=demo-tiny", "sequence_length=256", "global_batch_size=8"]
 HERE = ["--chip", "v5e", "--topology", "2x2"]
@@ -104,6 +110,51 @@ def test_other_programs_are_shown_without_a_plan(kept, capsys):
     out = capsys.readouterr().out
     assert "a decode step, 8 tokens" in out
     assert "The planner prices training steps, and no decode." in out
+
+
+def test_json_stands_alone_on_standard_output_beside_a_check(kept, monkeypatch, capsys, tmp_path, compiled):
+    kept("tiny_v5e")
+    request = compiled("tiny_v5e").request
+    monkeypatch.setattr("slicewise.compile.compiler.Request", lambda *_: request)
+    asked = [*TINY, *HERE, "--json", "--check", str(tmp_path / "result.json")]
+    for end in ("holds this result from now on.", "as good as "):
+        assert cli.main(asked) == 0
+        said = capsys.readouterr()
+        assert json.loads(said.out)["fits"]
+        assert end in said.err
+
+
+def test_a_stored_result_is_refused_before_anything_is_compiled(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr("slicewise.compile.compiler.compile_request", None)
+    (path := tmp_path / "result.json").write_text("{")
+    code, line = refused(*HERE, "--check", str(path))
+    assert code == 2
+    assert "none of slicewise compile --check" in line
+
+
+def test_what_is_kept_and_damaged_is_said_with_its_folder(compiled, tmp_path):
+    whole = compiled("tiny_v5e")
+    damaged = dataclasses.replace(whole, directory=shutil.copytree(whole.directory, tmp_path / "program"))
+    text = damaged.directory / "buffers.txt.gz"
+    text.write_bytes(text.read_bytes()[:-9] + b"123456789")
+    with pytest.raises(UserError, match=rf"{damaged.directory} is damaged: .* delete that folder") as raised:
+        analyse(damaged)
+    assert raised.value.code == ExitCode.INTERNAL
+
+
+def test_a_new_file_holds_the_config_that_was_given_with_the_layout_that_was_found(tmp_path):
+    (given := tmp_path / "run.toml").write_text(
+        "[optimizer]\nlearning_rate = 0.5\n[data]\nsequence_length = 384\n"
+    )
+    loaded = load_config(str(given), ["model=demo-tiny", "remat_policy=full"])
+    best = Trial(loaded.config, "fsdp 4", None, None, changed={"remat_policy": "minimal"})
+    path = tmp_path / "best.toml"
+    assert compile_more._write(str(path), loaded, best) == f"{path}: fsdp 4"
+    written = load_config(str(path)).config
+    assert written == with_overrides(loaded.config, ["remat_policy=minimal"])
+    as_given = Trial(loaded.config, "as given", None, None)
+    compile_more._write(str(tmp_path / "same.toml"), loaded, as_given)
+    assert load_config(str(tmp_path / "same.toml")).config == loaded.config
 
 
 @pytest.mark.parametrize(
@@ -228,6 +279,10 @@ def test_the_page_without_plotly_says_what_to_install(kept, monkeypatch, tmp_pat
     [
         (["--search", "--check", "a.json"], ["--check does not go with --search"]),
         (["--search", "--trace", "a.json"], ["--trace does not go with --search"]),
+        (["--search", "--depth", "full"], ["--depth full does not go with --search"]),
+        (["--search", "--write", __file__], ["config file", "is not TOML"]),
+        (["--trace", f"{__file__}/a.json"], ["there is no folder", "make it"]),
+        (["--html", "a" * 300], ["--html aaa", "File name too long"]),
         (["--write", "a.toml"], ["--write", "add --search"]),
         (["--fix", "--check", "a.json"], ["--fix does not go with --check"]),
         (["--fix", "--program", "decode"], ["--fix is for --program update"]),
@@ -240,3 +295,8 @@ def test_options_that_mean_nothing_together_are_refused_before_compiling(refused
     code, line = refused(*HERE, *options)
     assert code == 2
     assert all(word in line for word in words), line
+
+
+def test_an_executable_that_is_no_longer_kept_is_said_with_its_folder(compiled_step, program_cache, tmp_path):
+    with pytest.raises(UserError, match=rf"kept in {program_cache}.* No such file .* delete that folder"):
+        compile_more.save_executable(compiled_step("tiny_v5e"), str(tmp_path / "step.bin"))

@@ -66,7 +66,7 @@ def test_what_the_planner_has_no_line_for_is_not_priced():
     )
     found = {line.name: line for line in differences(base, other)}
     assert found["fsdp exposed"].planned == 0.0
-    assert "1 s planned, 2 s compiled" in found["fsdp exposed"].note
+    assert "1.00 s planned, 2.00 s compiled" in found["fsdp exposed"].note
     assert found["fsdp x tensor exposed"].planned is None
     assert found["host copies"].planned == 0.0
     assert found["sparsecore"].planned is None

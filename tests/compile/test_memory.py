@@ -78,3 +78,12 @@ def test_a_dump_without_allocations_holds_nothing(compiled_step):
     assert memory.total_bytes == 0
     assert parse_allocations("") == []
     assert parse_live_ranges("") == ([], {})
+
+
+def test_a_result_that_no_line_of_ours_makes_goes_by_its_name(compiled_step):
+    """Such as the cache of a prefill, which the compiler copies out at the end."""
+    place = "allocation 3: size 4096, page 0, maybe-live-out:"
+    value = " value: <1004 copy-start.2{0} @0> (size=4096,offset=0): bf16[2,1024]{1,0}"
+    memory = memory_of(compiled_step("tiny_v5e").module, f"BufferAssignment:\n{place}\n{value}\n", "", GIB)
+    (buffer,) = memory.largest
+    assert (buffer.component, buffer.op_name) == ("results", "copy-start.2")

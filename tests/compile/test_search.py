@@ -1,17 +1,22 @@
 """Search, fix and check, with the compiler replaced by a price: the real one is asked in tests/cli/test_compile.py."""
 
 import dataclasses
+import io
 import json
+import time
 
 import pytest
+from rich.console import Console
 
 from slicewise.catalog import slices
 from slicewise.compile import check, fix, search
+from slicewise.compile.compiler import CompileFailed
 from slicewise.config import load_config, with_overrides
 from slicewise.costs.shapes import model_shape
 from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.plan.run_config import priced
+from slicewise.report import trials
 
 CLUSTER = slices.cluster("v5p:2x2x4")
 BASE = ["model=llama3-8b", "sequence_length=4096", "global_batch_size=64"]
@@ -75,6 +80,22 @@ def test_a_search_that_ran_out_of_time_says_how_many_are_left(compiled_by_price)
     found = search.search_compiled(config, CLUSTER, top=4, seconds=0)
     assert (len(found.trials), found.skipped) == (0, 5)
     assert found.best is None
+    assert "No layout was compiled." in said(found)
+
+
+def test_a_layout_that_is_stopped_for_the_time_is_left_for_the_next_search(compiled_by_price, monkeypatch):
+    def out_of_time(request, *, timeout_s, **limits):
+        time.sleep(1.01 * timeout_s)
+        raise CompileFailed("the compiler was stopped: it took longer", code=ExitCode.INTERNAL)
+
+    monkeypatch.setattr(search, "compile_request", out_of_time)
+    found = search.search_compiled(load_config(None, BASE).config, CLUSTER, top=2, seconds=1.2)
+    assert (found.trials, found.skipped) == ((), 3)
+
+
+def said(found):
+    trials.show(Console(file=(text := io.StringIO()), width=200), found)
+    return text.getvalue()
 
 
 def test_a_layout_that_the_compiler_refuses_is_ranked_last_with_its_reason(compiled_by_price, monkeypatch):
@@ -90,6 +111,19 @@ def test_a_layout_that_the_compiler_refuses_is_ranked_last_with_its_reason(compi
     found = search.search_compiled(load_config(None, BASE).config, CLUSTER, top=2, seconds=60)
     assert found.trials[-1].name == "as given"
     assert found.trials[-1].problem.startswith("the compiler crashed")
+
+
+def test_limits_are_those_of_each_compile_of_a_search(compiled_by_price, monkeypatch):
+    passes, given = search.compile_request, []
+
+    def compile_request(request, **limits):
+        given.append(limits)
+        return passes(request)
+
+    monkeypatch.setattr(search, "compile_request", compile_request)
+    limits = {"timeout_s": 3.0, "memory_limit_bytes": 1e9}
+    search.search_compiled(load_config(None, BASE).config, CLUSTER, top=1, seconds=60, **limits)
+    assert given == [limits, limits]
 
 
 @pytest.mark.parametrize("look", [search, fix])
@@ -122,6 +156,14 @@ def test_a_fix_is_the_first_by_price_that_fits(compiled_by_price):
     assert planned == sorted(planned)
 
 
+def test_a_fix_tries_every_proposal_before_it_gives_up(compiled_by_price):
+    config = load_config(None, ["model=llama3-70b", "sequence_length=32768", "global_batch_size=4096"]).config
+    cluster, tried = slices.cluster("v5e:4x4"), []
+    assert fix.fixed(config, cluster, tried=tried.append) is None
+    assert [t.overrides for t in tried] == [p.overrides for p in fix.proposals(config, cluster)]
+    assert len(tried) > 12
+
+
 def test_nothing_is_proposed_that_would_take_more_memory():
     config = load_config(None, [*BASE, "remat_policy=full"]).config
     shape = model_shape(load_spec("llama3-8b"))
@@ -133,18 +175,19 @@ def test_nothing_is_proposed_that_would_take_more_memory():
 
 def test_a_check_stores_once_then_compares(compiled_step, tmp_path):
     step, path = compiled_step("tiny_v5e"), str(tmp_path / "result.json")
-    assert check.read(path) is None
+    assert check.read(path, step.request) is None
     assert check.problems(step, None) == []
     check.write(path, step)
-    stored = check.read(path)
+    stored = check.read(path, step.request)
     assert stored == check.Stored.of(step)
     assert check.problems(step, stored) == []
     faster = stored.model_copy(update={"step_time_s": 0.9 * stored.step_time_s})
     smaller = stored.model_copy(update={"hbm_bytes": 0.5 * stored.hbm_bytes})
-    elsewhere = stored.model_copy(update={"what": stored.what.replace("v5e:2x2", "v5e:4x4")})
     assert ["slower" in p for p in check.problems(step, faster)] == [True]
     assert ["above the stored" in p for p in check.problems(step, smaller)] == [True]
-    assert ["v5e:4x4" in p for p in check.problems(step, elsewhere)] == [True]
+    elsewhere = dataclasses.replace(step.request, cluster=CLUSTER)
+    with pytest.raises(UserError, match=r"is of update .* v5e:2x2 .*; this is update .* v5p:2x2x4"):
+        check.read(path, elsewhere)
 
 
 def test_a_check_fails_for_what_does_not_fit(compiled_step):
@@ -157,8 +200,13 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("text", ["", "{}", json.dumps({"slice": 1, "extra": 2}), "[]", *NUMBERS])
-def test_a_stored_result_that_is_none_is_refused(tmp_path, text):
+def test_a_stored_result_that_is_none_is_refused(compiled_step, tmp_path, text):
     path = tmp_path / "result.json"
     path.write_text(text)
     with pytest.raises(UserError, match="none of slicewise compile --check"):
-        check.read(str(path))
+        check.read(str(path), compiled_step("tiny_v5e").request)
+
+
+def test_a_stored_result_that_is_no_file_is_refused_unread(compiled_step):
+    with pytest.raises(UserError, match="/dev/zero: expected the path of a file"):
+        check.read("/dev/zero", compiled_step("tiny_v5e").request)

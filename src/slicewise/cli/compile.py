@@ -54,13 +54,15 @@ def _compile(arguments: argparse.Namespace) -> int:
     limit = (
         quantities.byte_count(arguments.memory_limit, "--memory-limit") if arguments.memory_limit else None
     )
-    config, cluster = load(arguments).config, hardware.cluster(arguments)
+    loaded, cluster = load(arguments), hardware.cluster(arguments)
+    config = loaded.config
     if arguments.search:
-        return compile_more.search(arguments, config, cluster)
+        return compile_more.search(arguments, loaded, cluster, timeout_s, limit)
     if arguments.program == "restore":
         return compile_more.restore(arguments, config, cluster, timeout_s)
     depth: Depth = "full" if arguments.serialize else arguments.depth
     request = Request(config, cluster, arguments.program, depth, bool(arguments.serialize))
+    before = compile_more.stored(arguments, request)
     step = analyse(compile_request(request, timeout_s=timeout_s, memory_limit_bytes=limit))
     comparison = beside_plan(request, step.estimate)
     hardware.show(
@@ -70,10 +72,10 @@ def _compile(arguments: argparse.Namespace) -> int:
         _files(arguments, step, comparison),
     )
     if arguments.check:
-        return compile_more.check(arguments, step)
+        return compile_more.check(arguments, step, before)
     if step.fits:
         return ExitCode.DONE
-    return compile_more.fix(config, cluster, timeout_s, limit) if arguments.fix else ExitCode.USER
+    return compile_more.fix(arguments, config, cluster, timeout_s, limit) if arguments.fix else ExitCode.USER
 
 
 def _files(arguments: argparse.Namespace, step: "CompiledStep", comparison: "Comparison") -> list[str]:

@@ -1,19 +1,23 @@
 """What slicewise compile does besides reporting: search, fix, check, keep the executable."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from slicewise.cli import hardware, quantities
-from slicewise.errors import ExitCode, UserError, write_whole
+from slicewise.errors import ExitCode, UserError, cannot_write, write_whole
 
 if TYPE_CHECKING:
     from slicewise.catalog.slices import Cluster
     from slicewise.compile.analysis import CompiledStep
+    from slicewise.compile.check import Stored
+    from slicewise.compile.compiler import Request
     from slicewise.compile.fix import Fix
     from slicewise.compile.search import Trial
-    from slicewise.config import RunConfig
+    from slicewise.config import LoadedConfig, RunConfig
+    from slicewise.plan.run_config import Value
 
 
 def takes_options(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +48,8 @@ def check_options(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--{min(alone)} does not go with --search, which compiles many layouts; leave one out."
         )
+    if "search" in given and arguments.depth == "full":
+        raise UserError("--depth full does not go with --search, which compiles schedules; leave one out.")
     if "write" in given and "search" not in given:
         raise UserError("--write writes what --search finds; add --search.")
     if {"fix", "check"} <= given:
@@ -61,13 +67,33 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 def _check_writable(name: str, path: str) -> None:
     folder = Path(path).absolute().parent
-    if not path or Path(path).is_dir():
+    try:
+        is_file = bool(path) and not (Path(path).exists() and Path(path).is_dir())
+        while name == "trace" and not folder.exists():  # that one makes its folders
+            folder = folder.parent
+    except OSError as error:  # such as a name that is too long
+        raise cannot_write(f"--{name} {path}", error) from error
+    if not is_file:
         raise UserError(f"--{name} '{path}': expected the path of a file.")
-    if name != "trace" and not folder.is_dir():  # that one makes its folders
+    if not folder.is_dir():
         raise UserError(f"--{name} {path}: there is no folder {folder}; make it.")
+    if not os.access(folder, os.W_OK):
+        raise UserError(
+            f"--{name} {path} cannot be written: no permission in {folder}.", code=ExitCode.INTERNAL
+        )
+    if name == "write" and Path(path).exists():
+        from slicewise.config import load_config
+
+        load_config(path)  # what is no config cannot take the layout either
 
 
-def search(arguments: argparse.Namespace, config: "RunConfig", cluster: "Cluster") -> int:
+def search(
+    arguments: argparse.Namespace,
+    loaded: "LoadedConfig",
+    cluster: "Cluster",
+    timeout_s: float,
+    limit: float | None,
+) -> int:
     """Ranks layouts by what the compiler makes of them; 2 when none fits."""
     from rich.console import Console
 
@@ -78,7 +104,10 @@ def search(arguments: argparse.Namespace, config: "RunConfig", cluster: "Cluster
     top = quantities.whole(arguments.top, "--top")
     seconds = quantities.minutes(arguments.minutes, "--minutes")
     with trials.progress(Console(file=sys.stderr)) as advance:
-        found = search_compiled(config, cluster, top=top, seconds=seconds, progress=advance)
+        found = search_compiled(
+            loaded.config, cluster, top=top, seconds=seconds, progress=advance,
+            timeout_s=timeout_s, memory_limit_bytes=limit,
+        )  # fmt: skip
     if arguments.json:
         print(trials.document(found))
     else:
@@ -86,15 +115,30 @@ def search(arguments: argparse.Namespace, config: "RunConfig", cluster: "Cluster
     if found.best is None:
         return ExitCode.USER
     if arguments.write:
-        print(_write(arguments, found.best), file=sys.stderr if arguments.json else sys.stdout)
+        print(_write(arguments.write, loaded, found.best), file=_beside(arguments))
     return ExitCode.DONE
 
 
-def _write(arguments: argparse.Namespace, best: "Trial") -> str:
+def _beside(arguments: argparse.Namespace) -> TextIO:
+    """Where a line goes that is no part of the report: standard output holds JSON alone."""
+    return sys.stderr if arguments.json else sys.stdout
+
+
+def _write(path: str, loaded: "LoadedConfig", best: "Trial") -> str:
+    """A new file holds the config that was given, with the layout; one that exists takes the layout alone."""
     from slicewise.plan.write import write_config
 
-    write_config(arguments.write, best.changed, note=f"Found by the compiler: {best.name}.")
-    return f"{arguments.write}: {best.name}"
+    values = best.changed if Path(path).exists() else given_values(loaded) | dict(best.changed)
+    write_config(path, values, note=f"Found by the compiler: {best.name}.")
+    return f"{path}: {best.name}"
+
+
+def given_values(loaded: "LoadedConfig") -> "dict[str, Value]":
+    """The keys that a file or the command line set."""
+    values = {k: v for section in loaded.config.model_dump().values() for k, v in section.items()}
+    return {
+        k: values[k] for k, origin in loaded.origins.items() if origin != "default" and values[k] is not None
+    }
 
 
 def restore(arguments: argparse.Namespace, config: "RunConfig", cluster: "Cluster", timeout_s: float) -> int:
@@ -108,9 +152,16 @@ def restore(arguments: argparse.Namespace, config: "RunConfig", cluster: "Cluste
     return ExitCode.DONE
 
 
-def fix(config: "RunConfig", cluster: "Cluster", timeout_s: float, limit: float | None) -> int:
+def fix(
+    arguments: argparse.Namespace,
+    config: "RunConfig",
+    cluster: "Cluster",
+    timeout_s: float,
+    limit: float | None,
+) -> int:
     """Finds a change that fits and prints it; 2 when there is none."""
     from slicewise.compile.fix import fixed
+    from slicewise.costs.units import duration
     from slicewise.report import trials
 
     def tried(one: "Fix") -> None:
@@ -120,25 +171,32 @@ def fix(config: "RunConfig", cluster: "Cluster", timeout_s: float, limit: float 
     found = fixed(config, cluster, tried=tried, timeout_s=timeout_s, memory_limit_bytes=limit)
     if found is None or found.step is None:
         raise UserError("no single change makes it fit; take more chips, a larger slice or a smaller batch.")
-    print(f"\n{' '.join(found.overrides)} makes it fit: {trials.memory(found.step)}, ", end="")
-    print(f"{found.step.estimate.step_time_s:.3g} s a step (the plan said {found.planned_s:.3g} s).")
+    took, planned = duration(found.step.estimate.step_time_s), duration(found.planned_s)
+    said = f"{trials.memory(found.step)}, {took} a step (the plan said {planned})."
+    print(f"\n{' '.join(found.overrides)} makes it fit: {said}", file=_beside(arguments))
     return ExitCode.DONE
 
 
-def check(arguments: argparse.Namespace, step: "CompiledStep") -> int:
-    """Compares with the stored result, or stores this one; 2 when it got worse or does not fit."""
-    from slicewise.compile import check as stored
+def stored(arguments: argparse.Namespace, request: "Request") -> "Stored | None":
+    """What ``--check`` compares with: read before minutes go into compiling."""
+    from slicewise.compile.check import read
 
-    before = stored.read(arguments.check)
-    if found := stored.problems(step, before):
+    return read(arguments.check, request) if arguments.check else None
+
+
+def check(arguments: argparse.Namespace, step: "CompiledStep", before: "Stored | None") -> int:
+    """Compares with the stored result, or stores this one; 2 when it got worse or does not fit."""
+    from slicewise.compile.check import problems, write
+
+    if found := problems(step, before):
         for problem in found:
             print(f"check: {problem}", file=sys.stderr)
         return ExitCode.USER
     if before is None:
-        stored.write(arguments.check, step)
-        print(f"check: {arguments.check} holds this result from now on.")
+        write(arguments.check, step)
+        print(f"check: {arguments.check} holds this result from now on.", file=_beside(arguments))
     else:
-        print(f"check: as good as {arguments.check}.")
+        print(f"check: as good as {arguments.check}.", file=_beside(arguments))
     return ExitCode.DONE
 
 
@@ -148,6 +206,11 @@ def save_executable(step: "CompiledStep", path: str) -> str:
 
     if not step.fits:
         return f"{path}: not written, for it does not fit"
-    code = (cache_directory() / step.request.key / "executable").read_bytes()
+    kept = cache_directory() / step.request.key
+    try:
+        code = (kept / "executable").read_bytes()
+    except OSError as e:
+        what = f"the executable that is kept in {kept} cannot be read: {e.strerror}; delete that folder and ask again."
+        raise UserError(what, code=ExitCode.INTERNAL) from e
     write_whole(path, code, f"--serialize {path}")
     return f"{path}: the executable"

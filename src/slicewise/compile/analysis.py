@@ -1,5 +1,6 @@
 """From what the compiler left to what a person asks: does it fit, how long is a step, where does the time go."""
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from slicewise.costs.device import Device, device_of
 from slicewise.costs.flops import model_flops
 from slicewise.costs.shapes import model_shape
 from slicewise.costs.step import StepEstimate
+from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 
 _WAITS = {HOST: "host copies", COPY: "copies between memories", SPARSECORE: "sparsecore"}
@@ -108,16 +110,22 @@ class CompiledStep:
 
 
 def analyse(compiled: Compiled) -> CompiledStep:
-    """Reads what ``compiled`` holds. Raises ValueError for a dump of an unknown form."""
+    """Reads what ``compiled`` holds. Raises ValueError for a dump of an unknown form, UserError for a damaged one."""
     request = compiled.request
     device = device_of(request.cluster.chip)
-    module = hlo.parse(compiled.text("scheduled.hlo"))
+    try:
+        text, buffers, ranges = map(compiled.text, ("scheduled.hlo", "buffers.txt", "live_ranges.txt"))
+    except (OSError, EOFError, zlib.error) as e:
+        raise UserError(
+            f"what is kept of this program in {compiled.directory} is damaged: {e};"
+            " delete that folder and ask again.",
+            code=ExitCode.INTERNAL,
+        ) from e
+    module = hlo.parse(text)
     layout = Layout(request.cluster, compiled.facts["mesh"], np.array(compiled.facts["devices"]))
     describe = Describer(layout, device)
     played = replay(module, describe)
-    memory = memory_of(
-        module, compiled.text("buffers.txt"), compiled.text("live_ranges.txt"), device.hbm_bytes
-    )
+    memory = memory_of(module, buffers, ranges, device.hbm_bytes)
     where = places(module, request.program)
     seconds: dict[tuple[str, str], float] = {}
     flops: dict[str, float] = {}

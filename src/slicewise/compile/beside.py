@@ -7,6 +7,7 @@ from typing import Literal
 from slicewise.compile.compiler import Request
 from slicewise.costs.shapes import model_shape
 from slicewise.costs.step import StepEstimate
+from slicewise.costs.units import duration
 from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.plan.run_config import priced
@@ -86,8 +87,8 @@ def differences(planned: StepEstimate, compiled: StepEstimate) -> tuple[Line, ..
         known = axis in planned.communication_s
         before = planned.exposed_s.get(axis, 0.0) if known else None
         note = (
-            f"in all {planned.communication_s.get(axis, 0.0):.3g} s planned,"
-            f" {compiled.communication_s.get(axis, 0.0):.3g} s compiled"
+            f"in all {duration(planned.communication_s.get(axis, 0.0))} planned,"
+            f" {duration(compiled.communication_s.get(axis, 0.0))} compiled"
         )
         seconds.append(
             Line(f"{axis} exposed", "s", before, compiled.exposed_s.get(axis, 0.0), note if known else "")

@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from slicewise.compile.analysis import CompiledStep
+from slicewise.compile.compiler import Request
 from slicewise.errors import UserError, write_whole
 from slicewise.interop.huggingface import load_spec
 
@@ -23,13 +24,17 @@ class Stored(BaseModel):
 
     @classmethod
     def of(cls, step: CompiledStep) -> "Stored":
-        r = step.request
-        data = r.config.data
-        what = (
-            f"{r.program} of {load_spec(r.config.model.model).name}, {data.global_batch_size} sequences of"
-            f" {data.sequence_length}, on {r.cluster.num_slices} x {r.slice_text} at {r.depth} depth"
-        )
+        what = subject(step.request)
         return cls(what=what, step_time_s=step.estimate.step_time_s, hbm_bytes=step.memory.total_bytes)
+
+
+def subject(request: Request) -> str:
+    """What a result of ``request`` is of: results of different subjects are not compared."""
+    r, data = request, request.config.data
+    return (
+        f"{r.program} of {load_spec(r.config.model.model).name}, {data.global_batch_size} sequences of"
+        f" {data.sequence_length}, on {r.cluster.num_slices} x {r.slice_text} at {r.depth} depth"
+    )
 
 
 def problems(step: CompiledStep, stored: Stored | None) -> list[str]:
@@ -41,8 +46,7 @@ def problems(step: CompiledStep, stored: Stored | None) -> list[str]:
     if stored is None:
         return found
     now = Stored.of(step)
-    if now.what != stored.what:
-        return [*found, f"the stored result is of {stored.what}; this one is {now.what}."]
+    assert now.what == stored.what, "read refuses it"
     if now.step_time_s > (1 + SLOWER) * stored.step_time_s:
         slower = now.step_time_s / stored.step_time_s - 1
         found.append(
@@ -58,10 +62,15 @@ def problems(step: CompiledStep, stored: Stored | None) -> list[str]:
     return found
 
 
-def read(path: str) -> Stored | None:
-    """The stored result; None when there is no such file yet. Raises UserError for one that cannot be read."""
+def read(path: str, request: Request) -> Stored | None:
+    """The stored result; None when there is no such file yet.
+
+    Raises UserError for one that cannot be read, and for one of something else than ``request``.
+    """
+    if Path(path).exists() and not Path(path).is_file():  # a device may never end
+        raise UserError(f"stored result {path}: expected the path of a file.")
     try:
-        return Stored.model_validate_json(Path(path).read_text())
+        stored = Stored.model_validate_json(Path(path).read_text())
     except FileNotFoundError:
         return None
     except OSError as e:
@@ -70,6 +79,11 @@ def read(path: str) -> Stored | None:
         raise UserError(
             f"stored result {path} is none of slicewise compile --check; delete it to store a new one."
         ) from e
+    if stored.what != subject(request):
+        raise UserError(
+            f"stored result {path} is of {stored.what}; this is {subject(request)}. Name another file, or delete it."
+        )
+    return stored
 
 
 def write(path: str, step: CompiledStep) -> None:

@@ -12,7 +12,6 @@ from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.plan.run_config import priced
 
-MOST_TRIALS = 12
 REMAT = ("save_dot_with_context_except_mlp", "save_qkv_proj", "save_out_proj", "full")
 OFFLOADED = '{decoder_layer_input = "offload"}'
 
@@ -68,7 +67,7 @@ def fixed(
     memory_limit_bytes: float | None = None,
 ) -> Fix | None:
     """The first of ``proposals`` that fits when it is compiled; None when none of them does."""
-    for fix in proposals(config, cluster)[:MOST_TRIALS]:
+    for fix in proposals(config, cluster):
         request = Request(with_overrides(config, fix.overrides), cluster)
         try:
             limits = {"timeout_s": timeout_s, "memory_limit_bytes": memory_limit_bytes}

@@ -136,8 +136,9 @@ def memory_of(module: Module, buffers: str, live_ranges: str, limit_bytes: float
                 op_name = arguments[a.argument].op_name
                 held.append(Buffer(a.bytes, component, arguments[a.argument].shape_text, op_name, ""))
             elif component == "results" and a.values:
-                maker = origin(module, instructions.get(a.values[0].name))
-                held.append(Buffer(a.bytes, component, a.values[0].shape, *maker))
+                value = a.values[0]
+                op_name, source = origin(module, instructions.get(value.name))
+                held.append(Buffer(a.bytes, component, value.shape, op_name or value.name, source))
     profile = np.zeros(len(steps) + 1)
     for a in temporaries:
         for component, size in _temporaries(module, a, steps, ranges, instructions, profile, held).items():

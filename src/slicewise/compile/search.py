@@ -55,13 +55,17 @@ def search_compiled(
     top: int,
     seconds: float,
     progress: Progress = lambda done, of, trial: None,
+    timeout_s: float = 3600.0,
+    memory_limit_bytes: float | None = None,
 ) -> Found:
     """Compiles ``config`` and ``top`` proposals of the planner for the same work on ``cluster`` to their schedules.
 
     Two thirds are its best meshes, each with the remat policy it thinks best; the others are further remat policies on
     the mesh that the compiler found fastest, for what moving and recomputing cost is where the two differ most.
     What an earlier search compiled is taken from the cache, so that one that was interrupted goes on where it was. Once
-    ``seconds`` have passed no further layout is begun. Raises UserError when the planner knows no layout.
+    ``seconds`` have passed no further layout is begun, and the one at work is stopped.
+    ``timeout_s`` and ``memory_limit_bytes`` limit each compile.
+    Raises UserError when the planner knows no layout.
     """
     until_s = time.monotonic() + seconds
     trials: list[Trial] = []
@@ -75,7 +79,10 @@ def search_compiled(
             left_s = until_s - time.monotonic()
             if left_s <= 0 and not request.is_cached:
                 continue
-            trials.append(_tried(request, proposal, max(left_s, 1.0)))
+            trial = _tried(request, proposal, min(timeout_s, max(left_s, 1.0)), memory_limit_bytes)
+            if trial.step is None and time.monotonic() >= until_s:
+                continue  # most likely stopped for the time, and so no worse than those that were not begun
+            trials.append(trial)
             progress(proposed, of, trials[-1])
 
     meshes = _meshes(config, cluster, top - top // 3)
@@ -92,9 +99,9 @@ def _rank(trial: Trial) -> tuple[bool, float]:
     return not trial.counts, trial.step.estimate.step_time_s if trial.step else float("inf")
 
 
-def _tried(request: Request, proposal: Trial, timeout_s: float) -> Trial:
+def _tried(request: Request, proposal: Trial, timeout_s: float, limit_bytes: float | None) -> Trial:
     try:
-        step = analyse(compile_request(request, timeout_s=timeout_s))
+        step = analyse(compile_request(request, timeout_s=timeout_s, memory_limit_bytes=limit_bytes))
     except UserError as e:
         if e.code != ExitCode.USER and not isinstance(e, CompileFailed):
             raise  # this machine's fault, and so every layout's

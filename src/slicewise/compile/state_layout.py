@@ -63,7 +63,8 @@ def state_layout(request: Request, *, timeout_s: float = 600.0) -> StateLayout:
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired as e:
-            raise CompileFailed(f"it took longer than {timeout_s:g} s.", code=ExitCode.INTERNAL) from e
+            said = f"the process that knows the devices was stopped: it took longer than {timeout_s:g} s."
+            raise CompileFailed(said, code=ExitCode.INTERNAL) from e
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)

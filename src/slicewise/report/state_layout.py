@@ -32,7 +32,9 @@ def document(layout: "StateLayout") -> dict[str, Any]:
 
 def show(out: Console, layout: "StateLayout") -> None:
     r = layout.request
-    place = f"{training.place(r.cluster)} ({count(r.cluster.chips)} chips, {count(layout.hosts)} hosts)"
+    place = (
+        f"{training.place(r.cluster)} ({_several(r.cluster.chips, 'chip')}, {_several(layout.hosts, 'host')})"
+    )
     say(out, f"{r.config.model.model} on {place}: what a restore brings where", "bold")
     say(out, "")
     made = table("array", "shape", "part of a device", "copies", "in all", "a device", "a host reads")
@@ -53,6 +55,10 @@ def show(out: Console, layout: "StateLayout") -> None:
         f"A checkpoint holds {size(total)}. A device holds {size(layout.device_bytes)} of it, a host reads"
         f" {size(layout.host_bytes)}, all hosts {size(read)}: {read / total:.3g} times the checkpoint.",
     )
+
+
+def _several(number: int, what: str) -> str:
+    return f"{count(number)} {what}{'s' if number != 1 else ''}"
 
 
 def _part(array: "HeldArray") -> str:

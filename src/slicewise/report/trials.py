@@ -3,13 +3,14 @@
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from slicewise.costs.units import duration
 from slicewise.report.console import say
+from slicewise.report.jsonable import SCHEMA
 from slicewise.report.tables import table
 
 if TYPE_CHECKING:
@@ -41,8 +42,10 @@ def progress(out: Console) -> Iterator[Callable[[int, int, "Trial"], None]]:
 def show(out: Console, found: "Found") -> None:
     if found.best:
         say(out, f"Fastest that fits: {found.best.name}.", "bold")
+    elif any(t.step for t in found.trials):
+        say(out, "None of these layouts fits; --fix looks for a change of the config that does.", "bold")
     else:
-        say(out, "None of these layouts fits.", "bold")
+        say(out, "No layout was compiled.", "bold")
     problems: list[str] = []
     made = table("layout", "predicted", "MFU", "memory", "planned", "compiled in", words=1)
     for t in found.trials:
@@ -67,9 +70,12 @@ def document(found: "Found") -> str:
     """The trials as JSON, the best first."""
     rows = []
     for t in found.trials:
-        row = {"layout": t.name, "planned_s": t.planned_s, "fits": t.counts, "problem": t.problem}
+        row: dict[str, Any] = {"layout": t.name, "planned_s": t.planned_s, "fits": t.counts}
+        row |= {"problem": t.problem, "changed": dict(t.changed)}
         if t.step:
             e = t.step.estimate
             row |= {"step_time_s": e.step_time_s, "mfu": e.mfu, "hbm_bytes": t.step.memory.total_bytes}
         rows.append(row)
-    return json.dumps({"trials": rows, "skipped": found.skipped}, indent=1)
+    return json.dumps(
+        {"kind": "compiled search", "schema": SCHEMA, "trials": rows, "skipped": found.skipped}, indent=1
+    )
