@@ -107,6 +107,10 @@ def test_devices_that_are_not_here_are_predicted(capsys):
     ("options", "message"),
     [
         (["steps=3"], "steps has no part in this experiment"),
+        (["pipeline_repeats=2"], "pipeline_repeats has no part in this experiment; give degrees only"),
+        (["context_strategy=ring"], "context_strategy has no part in this experiment"),
+        (["--embedding-dimension", "9e15"], "lower --batch-size, --embedding-dimension or --layers"),
+        (["--batch-size", "8e15"], "B of memory; lower --batch-size"),
         (
             ["--sweep", "ici_fsdp_parallelism=1"],
             "--sweep tries every layout; leave ici_fsdp_parallelism=1 out",

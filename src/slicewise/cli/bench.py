@@ -64,8 +64,10 @@ def _config(arguments: argparse.Namespace) -> "RunConfig":
 
     for override in arguments.overrides:
         key = override.partition("=")[0]
-        if SECTION_OF.get(key, "parallelism") != "parallelism":
-            raise UserError(f"{key} has no part in this experiment; give keys of [parallelism] only.")
+        if key in SECTION_OF and not key.endswith("_parallelism"):
+            raise UserError(
+                f"{key} has no part in this experiment; give degrees only, such as ici_fsdp_parallelism=4."
+            )
     if arguments.sweep and arguments.overrides:
         raise UserError(f"--sweep tries every layout; leave {arguments.overrides[0]} out.")
     return with_overrides(RunConfig(), arguments.overrides)
