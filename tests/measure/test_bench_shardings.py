@@ -117,6 +117,7 @@ def test_devices_that_are_not_here_are_predicted(capsys):
         ),
         (["--chip", "v4"], "a prediction needs --chip and --topology"),
         (["--chip", "v4", "--topology", "2x2x1", "--sweep"], "--sweep goes with devices that are here"),
+        (["--chip", "v4", "--topology", "2x2x1", "--layers", "20"], "a device of v4 has"),
         (["--layers", "0"], "--layers 0"),
         (["--batch-size", "none"], "--batch-size none"),
         (["--steps", "-1"], "--steps -1"),

@@ -76,6 +76,7 @@ def _config(arguments: argparse.Namespace) -> "RunConfig":
 def _predict(arguments: argparse.Namespace, stack: "Stack", config: "RunConfig") -> None:
     from slicewise.catalog import chips, slices
     from slicewise.config import resolve_degrees
+    from slicewise.costs.units import quantity
     from slicewise.plan.stack import predict
     from slicewise.report import shardings
 
@@ -89,6 +90,14 @@ def _predict(arguments: argparse.Namespace, stack: "Stack", config: "RunConfig")
     cluster = slices.Cluster(slices.parse(arguments.topology, chip), count)
     degrees = resolve_degrees(config, num_slices=count, devices_per_slice=cluster.slice.devices)
     plan = predict(stack, cluster, degrees)
+    held = stack.activation_bytes(1) + stack.parameter_bytes / (
+        degrees.total("fsdp") * degrees.total("tensor")
+    )
+    if held > (limit := chip.usable_hbm_bytes / chip.jax_devices):
+        raise UserError(
+            f"weights and activations take {quantity(held, 'B')}, a device of {chip.name} has {quantity(limit, 'B')} of"
+            " memory; lower --batch-size, --embedding-dimension or --layers."
+        )
     where = f"{count} x {chip.name} {cluster.slice.name}"
     peak = chip.peak_flops_per_s("bf16") / chip.jax_devices
     for line in (
