@@ -226,6 +226,11 @@ def test_a_config_is_priced_beside_the_plan(say, tmp_path):
     crowded = say(f"plan {run} remat_policy=none gradient_accumulation_steps=1 {where}")
     assert "It does not fit: " in crowded
     assert re.search(r"accumulation steps +gradient_accumulation_steps +1 +4", crowded)
+    places = ",".join(
+        f'{name}="device"' for name in ("query_proj", "key_proj", "value_proj", "out_proj", "mlpwo")
+    )
+    long = say(f"plan {run} remat_policy=custom remat_tensors={{{places}}} ici_fsdp_parallelism=64 {where}")
+    assert re.search(r"remat policy +remat_policy +\{", long)
     found = json.loads(say(f"plan {run} remat_policy=full {where} --json"))
     assert found["kind"] == "config priced"
     assert found["config"]["fits"] is True

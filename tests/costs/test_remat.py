@@ -72,6 +72,8 @@ def test_unknown_policy_names_the_nearest():
         ({"contxt": "device"}, "'context'"),
         ({"context": "disk"}, "disk"),
         ({"decoder_layer_input": "remat"}, "recomputed from its input; use device or offload"),
+        ({"qkv_proj": "offload", "query_proj": "device"}, "gives query_proj two places, offload and device"),
+        ({"moe_mlpwi_1": "device", "mlpwi": "remat"}, "gives mlpwi_1 two places, device and remat"),
     ],
 )
 def test_bad_custom_policies_say_what_is_wrong(places, message):

@@ -199,6 +199,9 @@ def test_a_template_needs_a_tokenizer_json_and_a_file(folder, tmp_path):
         open_chat(Data(chat_template=str(tmp_path / "chat.jinja")), Bytes())
     with pytest.raises(UserError, match=r"nothing\.jinja: No such file"):
         chat_of(folder, tmp_path / "nothing.jinja")
+    (tmp_path / "chat.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"chat\.jinja: byte 3 is not UTF-8 text"):
+        chat_of(folder, tmp_path / "chat.jinja")
 
 
 def test_a_conversation_of_bytes_has_this_form_to_the_last_token():

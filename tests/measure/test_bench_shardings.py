@@ -107,12 +107,17 @@ def test_devices_that_are_not_here_are_predicted(capsys):
     ("options", "message"),
     [
         (["steps=3"], "steps has no part in this experiment"),
+        (["pipeline_repeats=2"], "pipeline_repeats has no part in this experiment; give degrees only"),
+        (["context_strategy=ring"], "context_strategy has no part in this experiment"),
+        (["--embedding-dimension", "9e15"], "lower --batch-size, --embedding-dimension or --layers"),
+        (["--batch-size", "8e15"], "B of memory; lower --batch-size"),
         (
             ["--sweep", "ici_fsdp_parallelism=1"],
             "--sweep tries every layout; leave ici_fsdp_parallelism=1 out",
         ),
         (["--chip", "v4"], "a prediction needs --chip and --topology"),
         (["--chip", "v4", "--topology", "2x2x1", "--sweep"], "--sweep goes with devices that are here"),
+        (["--chip", "v4", "--topology", "2x2x1", "--layers", "20"], "a device of v4 has"),
         (["--layers", "0"], "--layers 0"),
         (["--batch-size", "none"], "--batch-size none"),
         (["--steps", "-1"], "--steps -1"),

@@ -11,7 +11,7 @@ from slicewise.costs.shapes import model_shape
 from slicewise.costs.step import estimate
 from slicewise.errors import UserError
 from slicewise.plan import run_config
-from slicewise.plan.search import SEARCHED_POLICIES, Candidate
+from slicewise.plan.search import SEARCHED_POLICIES, Candidate, search
 from slicewise.plan.write import write_config
 
 SHAPE = model_shape(model.load("demo-1m"))
@@ -49,6 +49,16 @@ def test_what_cannot_be_priced_is_refused(overrides, message):
 def candidate(layout):
     recipe = Recipe()
     return Candidate(PLACE, layout, recipe, estimate(SHAPE, PLACE, layout, recipe, 256))
+
+
+def test_no_pipeline_is_priced_or_proposed_for_adapters():
+    shape, place = model_shape(model.load("llama3-405b")), slices.cluster("v5e:4x4", 4)
+    config = config_of("model=llama3-405b", "lora_rank=8", "dcn_pipeline_parallelism=2")
+    with pytest.raises(UserError, match="lora_rank = 8 does not go with a pipeline of 2 stages"):
+        run_config.priced(config, shape, place)
+    found = search(run_config.workload_of(config, shape), place, top=1000).ranked
+    assert found
+    assert all(c.layout.total("pipeline") == 1 for c in found)
 
 
 def test_values_of_a_layout_give_the_same_layout_back():

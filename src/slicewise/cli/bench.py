@@ -64,8 +64,10 @@ def _config(arguments: argparse.Namespace) -> "RunConfig":
 
     for override in arguments.overrides:
         key = override.partition("=")[0]
-        if SECTION_OF.get(key, "parallelism") != "parallelism":
-            raise UserError(f"{key} has no part in this experiment; give keys of [parallelism] only.")
+        if key in SECTION_OF and not key.endswith("_parallelism"):
+            raise UserError(
+                f"{key} has no part in this experiment; give degrees only, such as ici_fsdp_parallelism=4."
+            )
     if arguments.sweep and arguments.overrides:
         raise UserError(f"--sweep tries every layout; leave {arguments.overrides[0]} out.")
     return with_overrides(RunConfig(), arguments.overrides)
@@ -74,6 +76,7 @@ def _config(arguments: argparse.Namespace) -> "RunConfig":
 def _predict(arguments: argparse.Namespace, stack: "Stack", config: "RunConfig") -> None:
     from slicewise.catalog import chips, slices
     from slicewise.config import resolve_degrees
+    from slicewise.costs.units import quantity
     from slicewise.plan.stack import predict
     from slicewise.report import shardings
 
@@ -87,6 +90,14 @@ def _predict(arguments: argparse.Namespace, stack: "Stack", config: "RunConfig")
     cluster = slices.Cluster(slices.parse(arguments.topology, chip), count)
     degrees = resolve_degrees(config, num_slices=count, devices_per_slice=cluster.slice.devices)
     plan = predict(stack, cluster, degrees)
+    held = stack.activation_bytes(1) + stack.parameter_bytes / (
+        degrees.total("fsdp") * degrees.total("tensor")
+    )
+    if held > (limit := chip.usable_hbm_bytes / chip.jax_devices):
+        raise UserError(
+            f"weights and activations take {quantity(held, 'B')}, a device of {chip.name} has {quantity(limit, 'B')} of"
+            " memory; lower --batch-size, --embedding-dimension or --layers."
+        )
     where = f"{count} x {chip.name} {cluster.slice.name}"
     peak = chip.peak_flops_per_s("bf16") / chip.jax_devices
     for line in (

@@ -70,8 +70,9 @@ def policy(name: str) -> RematPolicy:
 
 def custom(places: Mapping[str, str]) -> RematPolicy:
     """A policy from tensor -> device | offload | remat. Tensors not named are recomputed, except the layer's
-    input, which stays on the device. Raises UserError for an unknown tensor or place."""
-    saved, offloaded = {"decoder_layer_input"}, set()
+    input, which stays on the device. Raises UserError for an unknown tensor or place, and a tensor with
+    two places."""
+    wanted: dict[str, str] = {}
     for given, place in places.items():
         name = plain_name(given)
         if name not in TENSORS and name not in ALIASES:
@@ -84,12 +85,17 @@ def custom(places: Mapping[str, str]) -> RematPolicy:
                 "decoder_layer_input = 'remat': a layer is recomputed from its input; use device or offload."
             )
         for tensor in ALIASES.get(name, (name,)):
-            saved.discard(tensor)
-            if place == "device":
-                saved.add(tensor)
-            elif place == "offload":
-                offloaded.add(tensor)
-    return RematPolicy("custom", frozenset(saved - offloaded), frozenset(offloaded))
+            if wanted.setdefault(tensor, place) != place:
+                raise UserError(
+                    f"remat_tensors gives {tensor} two places, {wanted[tensor]} and {place}; name it once, alone or in"
+                    " a name that stands for several."
+                )
+    wanted = {"decoder_layer_input": "device"} | wanted
+    saved, offloaded = (
+        frozenset(tensor for tensor, place in wanted.items() if place == where)
+        for where in ("device", "offload")
+    )
+    return RematPolicy("custom", saved, offloaded)
 
 
 def chosen(name: str, places: Mapping[str, str]) -> RematPolicy:

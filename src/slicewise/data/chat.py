@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from slicewise.config import Data
-from slicewise.data.files import reading
+from slicewise.data.files import decode_utf8, reading
 from slicewise.data.tokenizers import Tokenizer, TokenizerJson
 from slicewise.errors import UserError, did_you_mean
 
@@ -93,8 +93,7 @@ def open_chat(data: Data, tokenizer: Tokenizer) -> Chat:
         source, name = found
     else:
         path = Path(data.chat_template).expanduser()
-        with reading(str(path)):
-            source, name = path.read_text(), str(path)
+        source, name = _text(path), str(path)
     if not isinstance(tokenizer, TokenizerJson):
         raise UserError(
             f"chat template {name} needs a tokenizer.json, and tokenizer = '{data.tokenizer}' is none;"
@@ -103,6 +102,13 @@ def open_chat(data: Data, tokenizer: Tokenizer) -> Chat:
     from slicewise.data.template import TemplateChat
 
     return TemplateChat(source, name, tokenizer, settings)
+
+
+def _text(path: Path) -> str:
+    """What a template's file holds. Raises UserError where it cannot be read, or is not UTF-8."""
+    with reading(str(path)):
+        content = path.read_bytes()
+    return decode_utf8(content, lambda i: f"{path}: byte {i}")
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -125,8 +131,7 @@ def _beside(folder: Path, settings: dict[str, Any]) -> tuple[str, str] | None:
     """(text, name) of the chat template that a published tokenizer has beside it."""
     path = folder / "chat_template.jinja"
     if path.exists():
-        with reading(str(path)):
-            return path.read_text(), str(path)
+        return _text(path), str(path)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {

@@ -17,6 +17,7 @@ from slicewise.catalog import chips, slices
 from slicewise.catalog.slices import Cluster
 from slicewise.config import AXES, AxisDegrees, RunConfig, resolve_degrees, with_overrides
 from slicewise.costs.remat import POLICIES
+from slicewise.costs.units import quantity
 from slicewise.errors import UserError
 from slicewise.model.layers import weights_in
 from slicewise.model.linear import linear
@@ -27,7 +28,7 @@ from slicewise.parallel.mesh import build_mesh
 from slicewise.parallel.rules import partition
 from slicewise.plan.stack import STACK_AXES, Measured, Stack, predict
 from slicewise.report import jsonable, shardings
-from slicewise.train import runtime
+from slicewise.train import host_memory, runtime
 
 LEARNING_RATE = 1e-4
 
@@ -35,12 +36,13 @@ LEARNING_RATE = 1e-4
 def measure(stack: Stack, config: RunConfig, devices: SliceDevices, steps: int) -> Measured:
     """Times ``steps`` steps in the layout of ``config``. Every process of the job makes the same call.
 
-    Raises UserError when the layout fits neither the devices nor the stack.
+    Raises UserError when the layout fits neither the devices nor the stack, or the stack not their memory.
     """
     degrees = resolve_degrees(
         config, num_slices=devices.num_slices, devices_per_slice=devices.devices_per_slice
     )
     stack.check(degrees)
+    check_memory(stack, devices)
     mesh = build_mesh(config, devices)
     known = known_cluster(devices)
     is_priced = stack.dtype == "bfloat16" and degrees.dcn["tensor"] == 1
@@ -69,6 +71,24 @@ def report(stack: Stack, config: RunConfig, steps: int, *, sweep_all: bool, as_j
         *title,
         *(shardings.ranked(stack, found, peak) if sweep_all else shardings.run(stack, found[0], peak)),
     ]
+
+
+def check_memory(stack: Stack, devices: SliceDevices) -> None:
+    """Raises UserError where this machine cannot hold weights, each of them once, and activations.
+
+    Every layout needs so much. Devices with memory of their own are judged one by one.
+    """
+    here = [device for device in devices.array.flat if device.process_index == jax.process_index()]
+    if here[0].platform == "cpu":
+        whose, count, limit = "this machine", len(here), host_memory.limit_bytes()
+    else:
+        whose, count, limit = "a device", 1, (here[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    held = stack.activation_bytes(count) + stack.parameter_bytes * count // devices.array.size
+    if held > limit:
+        raise UserError(
+            f"weights and activations take {quantity(held, 'B')}, {whose} has {quantity(limit, 'B')} of memory; lower"
+            " --batch-size, --embedding-dimension or --layers."
+        )
 
 
 def _peak(stack: Stack, devices: SliceDevices) -> tuple[str, float]:

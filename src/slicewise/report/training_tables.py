@@ -204,6 +204,8 @@ def comparison(
         "bold",
     )
     t = table("what", "key", "config", "plan", words=2)
+    for column in t.columns[2:]:
+        column.no_wrap = False  # a custom remat policy is a long one
     for change in changes:
         t.add_row(change.what, change.key or "no key for it", change.now, change.then)
     out.print(t)
