@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import ablation_claims
-
 from slicewise.catalog import chips, flags, slices
 from slicewise.compile import schedule
 from slicewise.compile.analysis import CompiledStep, analyse

@@ -22,7 +22,6 @@ from typing import Any
 import published
 import rows
 from runs import config_of
-
 from slicewise.compile.analysis import analyse
 from slicewise.compile.compiler import Request, compile_request
 from slicewise.errors import UserError

@@ -18,7 +18,6 @@ from typing import Any
 import experts
 import rows
 from runs import config_of
-
 from slicewise.compile.analysis import analyse
 from slicewise.compile.compiler import Request, compile_request
 from slicewise.compile.search import Trial, search_compiled

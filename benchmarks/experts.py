@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import rows
-
 from slicewise.catalog import chips
 from slicewise.catalog.slices import Cluster, Slice
 from slicewise.costs.device import device_of

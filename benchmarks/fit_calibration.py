@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import rows
-from published import DEFAULT, summary
 from scipy.optimize import least_squares
 
+import rows
+from published import DEFAULT, summary
 from slicewise.costs.device import Device, device_of
 from slicewise.costs.step import network, price
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rows
 
+import rows
 from slicewise.costs.step import StepEstimate, estimate
 from slicewise.errors import UserError
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import rows
-
 from slicewise.catalog import chips, flags
 from slicewise.catalog.model import ModelSpec, names
 from slicewise.catalog.model import load as load_model

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import is_alive
 
+from processes import is_alive
 from slicewise.errors import ExitCode
 from slicewise.launch.job_folder import JobFolder, JobSpec
 from slicewise.launch.leader import Ended, judge

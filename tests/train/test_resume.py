@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from processes import is_alive
 
+from processes import is_alive
 from slicewise.checkpoint.manifest import UNFINISHED_INFIX, complete_steps, read_manifest
 from slicewise.checkpoint.store import CheckpointStore
 from slicewise.errors import ExitCode

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from processes import is_alive
 from rich.console import Console
 
+from processes import is_alive
 from slicewise.launch.runner.fleet import Timing
 from slicewise.launch.runner.run import Options, run
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import is_alive
 
+from processes import is_alive
 from slicewise.errors import UserError
 from slicewise.launch.runner.agent import processes_below, send_signal
 from slicewise.launch.runner.agent_wire import MAGIC, STAMP, Frames, dumps, frame, loads

@@ -11,9 +11,9 @@ import time
 from collections import Counter
 
 import pytest
-from processes import is_alive
 from rich.console import Console
 
+from processes import is_alive
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch import out_of_memory
 from slicewise.launch.policy import Watch
