@@ -259,9 +259,12 @@ def test_killed_after_the_end_a_run_says_that_it_is_complete(place, undisturbed)
 def test_a_cluster_that_is_killed_or_of_which_a_part_is_asked_to_stop_resumes(
     cluster_place, undisturbed_cluster
 ):
-    """Parts that are killed: tests/launch/chaos."""
+    """What started it is killed at start-up, compiling, in a step, in a save, in a restore and at the end.
+
+    Parts that are killed: tests/launch/chaos."""
     begun_s = time.monotonic()
     cluster_place.kill_when(lambda: time.monotonic() - begun_s > 0.5, *CLUSTER)
+    cluster_place.kill_when(lambda: "compile ..." in cluster_place.output(), *CLUSTER)
     cluster_place.kill_when(lambda: cluster_place.has_taken(2), *CLUSTER)
     cluster_place.kill_in_a_save(*CLUSTER)
     output = cluster_place.preempt_when(
@@ -269,6 +272,8 @@ def test_a_cluster_that_is_killed_or_of_which_a_part_is_asked_to_stop_resumes(
     )
     assert "SIGTERM: saves and stops, within 50 s" in output
     assert CLUSTER_EVERY + 2 < stopped_after(output) == cluster_place.completed()[-1] < CLUSTER_STEPS
+    cluster_place.kill_when(lambda: "restore ..." in cluster_place.output(), *CLUSTER)
+    cluster_place.kill_when(lambda: cluster_place.completed()[-1] == CLUSTER_STEPS, *CLUSTER)
     cluster_place.run(*CLUSTER)
     assert_same(cluster_place, undisturbed_cluster)
 
