@@ -395,9 +395,8 @@ def _validate(
 
 def _read_toml(path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(
-            Path(path).read_text(encoding="utf-8-sig")
-        )  # some editors begin files with a mark
+        # Some editors begin files with a mark.
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as e:
         raise UserError(f"config file {path or repr('')}: {e.strerror}.") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:

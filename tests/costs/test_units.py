@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slicewise.costs.units import count, duration, quantity
+from slicewise.costs.units import count, counted, duration, quantity
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,12 @@ def test_a_quantity_keeps_its_value(value):
     number, unit = quantity(value, "B").split(" ")
     scale = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}[unit.removesuffix("B")]
     assert float(number) * scale == pytest.approx(value, rel=0.06 if value < 0.01 else 0.006)
+
+
+def test_one_thing_is_no_plural():
+    assert [counted(n, "worker") for n in (0, 1, 2, 1000)] == [
+        "0 workers",
+        "1 worker",
+        "2 workers",
+        "1,000 workers",
+    ]

@@ -76,7 +76,6 @@ def _config(arguments: argparse.Namespace) -> "RunConfig":
 def _predict(arguments: argparse.Namespace, stack: "Stack", config: "RunConfig") -> None:
     from slicewise.catalog import chips, slices
     from slicewise.config import resolve_degrees
-    from slicewise.costs.units import quantity
     from slicewise.plan.stack import predict
     from slicewise.report import shardings
 
@@ -93,11 +92,7 @@ def _predict(arguments: argparse.Namespace, stack: "Stack", config: "RunConfig")
     held = stack.activation_bytes(1) + stack.parameter_bytes / (
         degrees.total("fsdp") * degrees.total("tensor")
     )
-    if held > (limit := chip.usable_hbm_bytes / chip.jax_devices):
-        raise UserError(
-            f"weights and activations take {quantity(held, 'B')}, a device of {chip.name} has {quantity(limit, 'B')} of"
-            " memory; lower --batch-size, --embedding-dimension or --layers."
-        )
+    stack.check_memory(held, f"a device of {chip.name}", chip.usable_hbm_bytes / chip.jax_devices)
     where = f"{count} x {chip.name} {cluster.slice.name}"
     peak = chip.peak_flops_per_s("bf16") / chip.jax_devices
     for line in (

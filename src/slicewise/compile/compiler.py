@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 from slicewise.catalog.slices import Cluster
 from slicewise.config import RunConfig, resolve_degrees
+from slicewise.costs.layout import WEIGHT_AXES
 from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.kernels import tuned
-from slicewise.plan.layouts import SHARDING
 
 Depth = Literal["schedule", "full"]
 POLL_S = 0.05
@@ -43,7 +43,13 @@ SETTINGS = {
 DUMPS = "--xla_dump_hlo_as_text --xla_dump_compact_gte=false"
 # What decides a program besides the config: a change of any of it is another program.
 SOURCES = ("model", "kernels", "parallel", "train", "catalog")
-RULES = ("adapters.py", "memory.py", "pipeline.py", "remat.py")  # of costs, by which a step is built
+RULES = (
+    "adapters.py",
+    "layout.py",
+    "memory.py",
+    "pipeline.py",
+    "remat.py",
+)  # of costs, by which a step is built
 COMPILING = ("child.py", "compiler.py", "programs.py", "target.py")  # the rest here only reads
 PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "tokamax", "qwix")  # those that are installed
 IRRELEVANT = (
@@ -211,10 +217,10 @@ def check(request: Request) -> None:
     degrees = resolve_degrees(
         request.config, num_slices=cluster.num_slices, devices_per_slice=cluster.slice.devices
     )
-    ways = math.prod(degrees.total(axis) for axis in SHARDING)
+    ways = math.prod(degrees.total(axis) for axis in WEIGHT_AXES)
     if ways == load_spec(request.config.model.model).d_model:
         raise UserError(
-            f"{' x '.join(SHARDING)} parallelism {ways} leaves a device one column of each weight, on which the TPU"
+            f"{' x '.join(WEIGHT_AXES)} parallelism {ways} leaves a device one column of each weight, on which the TPU"
             f" compiler crashes; use {ways // 2} and 2 of data parallelism."
         )
 

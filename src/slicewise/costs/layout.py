@@ -13,6 +13,7 @@ from slicewise.costs.remat import POLICIES, RematPolicy
 Number = Any  # int, float or an array of them: every price can be taken for many layouts at once
 
 AXES = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
+WEIGHT_AXES = ("pipeline", "fsdp", "expert", "context")  # over which d_model of weights is divided
 
 
 @dataclass(frozen=True)

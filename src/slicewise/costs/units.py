@@ -31,6 +31,11 @@ def count(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def counted(number: int, what: str) -> str:
+    """Things by their number: '1 worker', '1,000 workers'."""
+    return f"{count(number)} {what}{'' if number == 1 else 's'}"
+
+
 def _three_digits(value: float) -> str:
     magnitude = abs(value)
     if magnitude == 0:

@@ -128,8 +128,8 @@ def _stdlib_files(root: Path) -> Files:
 class FileSource(abc.ABC):
     """Documents of several files: number ``i`` over all of them is number ``k`` of one."""
 
-    def __init__(self, files: Files, counts: Sequence[int]):
-        self.sizes_bytes = [_size_bytes(path) for _, path in files]
+    def __init__(self, files: Files, counts: Sequence[int], sizes_bytes: Sequence[int] = ()):
+        self.sizes_bytes = sizes_bytes or [_size_bytes(path) for _, path in files]
         self.files = [(name, count) for (name, _), count in zip(files, counts, strict=True)]
         self._paths = [path for _, path in files]
         self._ends = list(accumulate(counts))
@@ -168,7 +168,7 @@ class TextSource(FileSource):
             with reading(path):
                 if not os.access(path, os.R_OK, effective_ids=True):  # now, not hours into the run
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        super().__init__(files, [-(-size // passage) for size in sizes])
+        super().__init__(files, [-(-size // passage) for size in sizes], sizes)
 
     def _read(self, file: int, k: int) -> str:
         path, size = self._paths[file], self.sizes_bytes[file]

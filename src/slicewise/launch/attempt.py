@@ -104,9 +104,7 @@ class Attempt:
     deadline_s: float | None = None
     overdue: bool = False  # the deadline is for stragglers after others were done: missing it is a failure
     has_stepped: bool = False  # any of them has
-    heard: set[int] = field(
-        default_factory=set
-    )  # those that have reported anything: they have begun to train
+    heard: set[int] = field(default_factory=set)  # those that have reported anything: they have begun
     abandoned: bool = False  # another attempt has taken its place
     next_orders_s: float = 0.0
     kills: int = field(default_factory=out_of_memory.kills)  # for want of memory, before this attempt

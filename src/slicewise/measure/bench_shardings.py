@@ -17,7 +17,6 @@ from slicewise.catalog import chips, slices
 from slicewise.catalog.slices import Cluster
 from slicewise.config import AXES, AxisDegrees, RunConfig, resolve_degrees, with_overrides
 from slicewise.costs.remat import POLICIES
-from slicewise.costs.units import quantity
 from slicewise.errors import UserError
 from slicewise.model.layers import weights_in
 from slicewise.model.linear import linear
@@ -84,11 +83,7 @@ def check_memory(stack: Stack, devices: SliceDevices) -> None:
     else:
         whose, count, limit = "a device", 1, (here[0].memory_stats() or {}).get("bytes_limit", math.inf)
     held = stack.activation_bytes(count) + stack.parameter_bytes * count // devices.array.size
-    if held > limit:
-        raise UserError(
-            f"weights and activations take {quantity(held, 'B')}, {whose} has {quantity(limit, 'B')} of memory; lower"
-            " --batch-size, --embedding-dimension or --layers."
-        )
+    stack.check_memory(held, whose, limit)
 
 
 def _peak(stack: Stack, devices: SliceDevices) -> tuple[str, float]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
+from slicewise.costs.layout import WEIGHT_AXES
 from slicewise.costs.pipeline import check_layers, check_together
 from slicewise.errors import UserError
 
@@ -15,8 +16,8 @@ RULES: Mapping[str, str | tuple[str, ...]] = {
     "batch": ("pipeline", "data", "fsdp", "expert"),
     "sequence": "context",
     # the d_model dim of weights: gathered where a layer uses them
-    "embed": ("pipeline", "fsdp", "expert", "context"),
-    "latent": ("pipeline", "fsdp", "expert", "context"),  # the rank of latent attention in weights: as embed
+    "embed": WEIGHT_AXES,
+    "latent": WEIGHT_AXES,  # the rank of latent attention in weights: as embed
     "experts": "expert",
     "expert_embed": (
         "pipeline",

@@ -9,7 +9,7 @@ import numpy as np
 from slicewise.catalog.slices import Slice
 from slicewise.costs import pipeline, torus
 from slicewise.costs.device import Device
-from slicewise.costs.layout import Degrees, Layout, Number, place_degrees
+from slicewise.costs.layout import WEIGHT_AXES, Degrees, Layout, Number, place_degrees
 from slicewise.costs.network import Network
 from slicewise.costs.shapes import ModelShape
 
@@ -86,7 +86,6 @@ def factorisations(n: int, axes: tuple[str, ...], limits: Limits) -> Iterator[tu
 
 ICI_ORDER = ("tensor", "context", "expert", "pipeline", "fsdp", "data")  # the most constrained first
 DCN_AXES = ("pipeline", "fsdp", "data")
-SHARDING = ("pipeline", "fsdp", "expert", "context")  # the axes over which weights are divided
 
 
 DCN_PIPELINES = (1, 2, 4, 8)  # depths tried between slices; deeper ones lose to data replicas by their bubble
@@ -179,7 +178,7 @@ def combine(ici: np.ndarray, ids: np.ndarray, dcn: np.ndarray, limits: Limits) -
     ].prod(2)
     stages = ici[:, ICI_ORDER.index("pipeline")][:, None] * dcn[None, :, 0]
     whole = ici[:, ICI_ORDER.index("context")] == 1  # see costs.pipeline.check_together
-    ways = ici[:, [ICI_ORDER.index(a) for a in SHARDING]].prod(1)[:, None] * dcn[None, :, :2].prod(2)
+    ways = ici[:, [ICI_ORDER.index(a) for a in WEIGHT_AXES]].prod(1)[:, None] * dcn[None, :, :2].prod(2)
     a, b = np.nonzero(
         (batch % shards == 0)
         & (limits.layers % stages == 0)

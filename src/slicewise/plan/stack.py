@@ -17,6 +17,7 @@ from slicewise.costs.layout import Degrees, Layout, Recipe
 from slicewise.costs.remat import POLICIES
 from slicewise.costs.shapes import Attention, Layer, Matmul
 from slicewise.costs.step import layer_passes, network
+from slicewise.costs.units import quantity
 from slicewise.errors import UserError
 
 STACK_AXES = ("data", "fsdp", "tensor")
@@ -55,6 +56,14 @@ class Stack:
     def activation_bytes(self, devices: int) -> int:
         """Of all devices: the output of every product."""
         return self.itemsize * devices * self.rows * (self.d_model + self.d_ff) * self.layers
+
+    def check_memory(self, held_bytes: float, owner: str, limit_bytes: float) -> None:
+        """Raises UserError when ``held_bytes`` of weights and activations are more than ``owner`` has."""
+        if held_bytes > limit_bytes:
+            raise UserError(
+                f"weights and activations take {quantity(held_bytes, 'B')}, {owner} has {quantity(limit_bytes, 'B')} of"
+                " memory; lower --batch-size, --embedding-dimension or --layers."
+            )
 
     def check(self, degrees: AxisDegrees) -> None:
         """Raises UserError when ``degrees`` does not divide the stack, or uses an axis that it has no use for."""

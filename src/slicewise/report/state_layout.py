@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from slicewise.costs.units import count
+from slicewise.costs.units import count, counted
 from slicewise.report import training
 from slicewise.report.compiled import size
 from slicewise.report.console import say
@@ -33,7 +33,7 @@ def document(layout: "StateLayout") -> dict[str, Any]:
 def show(out: Console, layout: "StateLayout") -> None:
     r = layout.request
     place = (
-        f"{training.place(r.cluster)} ({_several(r.cluster.chips, 'chip')}, {_several(layout.hosts, 'host')})"
+        f"{training.place(r.cluster)} ({counted(r.cluster.chips, 'chip')}, {counted(layout.hosts, 'host')})"
     )
     say(out, f"{r.config.model.model} on {place}: what a restore brings where", "bold")
     say(out, "")
@@ -55,10 +55,6 @@ def show(out: Console, layout: "StateLayout") -> None:
         f"A checkpoint holds {size(total)}. A device holds {size(layout.device_bytes)} of it, a host reads"
         f" {size(layout.host_bytes)}, all hosts {size(read)}: {read / total:.3g} times the checkpoint.",
     )
-
-
-def _several(number: int, what: str) -> str:
-    return f"{count(number)} {what}{'s' if number != 1 else ''}"
 
 
 def _part(array: "HeldArray") -> str:

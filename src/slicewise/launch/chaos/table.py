@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from slicewise.costs.units import duration
+from slicewise.costs.units import counted, duration
 from slicewise.launch.chaos.run import Outcome
 from slicewise.launch.chaos.schedule import KINDS, MOMENTS, WORDS
 from slicewise.report.console import say
@@ -17,10 +17,10 @@ from slicewise.report.tables import table
 def line(outcome: Outcome) -> str:
     """One line for one schedule."""
     verdict = "; ".join(outcome.violations) or "as undisturbed"
-    attempts, asked = _counted(outcome.attempts, "attempt"), len(outcome.schedule.faults)
+    attempts, asked = counted(outcome.attempts, "attempt"), len(outcome.schedule.faults)
     happened = len({one["attempt"] for one in outcome.fired})
-    counted = f", {happened} of {_counted(asked, 'fault')} happened" if happened < asked else ""
-    return f"seed {outcome.schedule.seed}: {outcome.schedule}: {attempts}{counted}, {outcome.wall_s:.1f} s: {verdict}"
+    missing = f", {happened} of {counted(asked, 'fault')} happened" if happened < asked else ""
+    return f"seed {outcome.schedule.seed}: {outcome.schedule}: {attempts}{missing}, {outcome.wall_s:.1f} s: {verdict}"
 
 
 def text(out: Console, outcomes: Sequence[Outcome]) -> None:
@@ -36,18 +36,14 @@ def text(out: Console, outcomes: Sequence[Outcome]) -> None:
     out.print(made)
     if restarts_s := _restarts_s(outcomes):
         middle, most = duration(statistics.median(restarts_s)), duration(max(restarts_s))
-        say(out, f"{_counted(len(restarts_s), 'restart')}: {middle} in the middle, {most} at most")
+        say(out, f"{counted(len(restarts_s), 'restart')}: {middle} in the middle, {most} at most")
     bad = [outcome for outcome in outcomes if outcome.violations]
-    count = _counted(len(outcomes), "schedule")
+    count = counted(len(outcomes), "schedule")
     if not bad:
         say(out, f"{count}, no violation: each ended bit for bit as the undisturbed run")
     for outcome in bad:
         say(out, f"violation: {'; '.join(outcome.violations)}", "bold")
         say(out, f"  --seed {outcome.schedule.seed} --schedules 1 repeats it; its run is in {outcome.folder}")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def document(outcomes: Sequence[Outcome]) -> dict[str, Any]:

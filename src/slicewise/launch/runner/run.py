@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slicewise.costs.units import counted
 from slicewise.errors import ExitCode, UserError, cannot_write
 from slicewise.launch.environment import coordinator_port, place_environment
 from slicewise.launch.preflight import Expectations, check
@@ -183,15 +184,15 @@ class _Session:
         """Exit code, and the lines that come last."""
         began_s = time.monotonic()
         slices = 1 + max(worker.slice_index for worker in self.workers)
-        where = f"{_count(len(self.workers), 'worker')} of {_count(slices, 'slice')}"
+        where = f"{counted(len(self.workers), 'worker')} of {counted(slices, 'slice')}"
         await fleet.connect()
         display.say(f"connected to {where} in {elapsed(began_s)}, logs in {self.folder}")
         if self.tree is not None:
             began_s = time.monotonic()
             hosts, files, size = await fleet.ship(self.tree, self.name)
             display.say(
-                f"working tree of {_count(len(self.tree.entries), 'file')}: sent {_count(files, 'file')}, "
-                f"{size / 1e6:.2f} MB, to {_count(hosts, 'host')} in {elapsed(began_s)}"
+                f"working tree of {counted(len(self.tree.entries), 'file')}: sent {counted(files, 'file')}, "
+                f"{size / 1e6:.2f} MB, to {counted(hosts, 'host')} in {elapsed(began_s)}"
             )
         directory = f"{{slicewise:ROOT}}/trees/{self.name}" if self.tree else "~"
         port = coordinator_port(self.workers)
@@ -221,11 +222,7 @@ class _Session:
         code = exit_code(fleet.members, self.course.asked)
         last = verdict(fleet.members)
         if not last and code == ExitCode.DONE:
-            last = [f"all {_count(len(self.workers), 'worker')} done after {elapsed(began_s)}"]
+            last = [f"all {counted(len(self.workers), 'worker')} done after {elapsed(began_s)}"]
         elif self.course.asked and not last:
             last = [f"stopped by {self.course.asked.name}; no process is left on any worker"]
         return code, last
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -177,9 +177,8 @@ class _Supervisor:
             if error.code != ExitCode.NOT_FOUND and not isinstance(error, qr.EmulatorGone):
                 self.say(f"{self.name} is not deleted: {error}")
                 return
-        with contextlib.suppress(
-            StorageError
-        ):  # so that nobody takes the last state that was seen for the present
+        # So that nobody takes the last state that was seen for the present.
+        with contextlib.suppress(StorageError):
             self.job.note_slices(state="deleted")
 
     def _look(self) -> Ending | None:
