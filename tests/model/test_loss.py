@@ -17,7 +17,7 @@ LAYOUTS = {
     "data x fsdp x tensor": (8, [f"ici_{axis}_parallelism=2" for axis in ("data", "fsdp", "tensor")]),
     "tensor": (8, ["ici_tensor_parallelism=8"]),
 }
-B, T, D, V = 4, 6, 8, 32
+B, T, D, V = 4, 6, 8, 288  # so many columns that their gradient is summed in several parts
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -40,7 +40,7 @@ def plain(x_BTD, weight_DV, targets_BT, loss):
     return jnp.where(targets_BT >= 0, losses_BT, 0).sum()
 
 
-def arrays(seed, scale=1.0):
+def arrays(seed, scale=1.0, T=T):
     keys = jax.random.split(jax.random.key(seed), 3)
     x_BTD = scale * jax.random.normal(keys[0], (B, T, D))
     return x_BTD, jax.random.normal(keys[1], (D, V)), jax.random.randint(keys[2], (B, T), -1, 27)
@@ -60,17 +60,20 @@ def off_mesh(x):
 
 
 @pytest.mark.parametrize(
-    "loss",
+    ("loss", "length"),
     [
-        Loss(vocab=V, chunk_tokens=2),
-        Loss(
-            vocab=27, tied=True, softcap=3.0, z_loss_weight=0.1, chunk_tokens=5
+        (Loss(vocab=V, chunk_tokens=2), T),
+        (
+            Loss(27, tied=True, softcap=3.0, z_loss_weight=0.1, chunk_tokens=5),
+            T,
         ),  # 5 does not divide the tokens
-        Loss(vocab=27, softcap=3.0),
+        (Loss(vocab=27, softcap=3.0), T),
+        (Loss(vocab=27), 2111),  # several blocks on each device
+        (Loss(vocab=27, tied=True), 2111),
     ],
 )
-def test_equals_the_definition_with_its_gradients_in_every_layout(mesh, loss):
-    x, weight, targets = (np.asarray(a) for a in arrays(0))
+def test_equals_the_definition_with_its_gradients_in_every_layout(mesh, loss, length):
+    x, weight, targets = (np.asarray(a) for a in arrays(0, T=length))
     expected, grads = jax.value_and_grad(plain, (0, 1))(x, weight, targets, loss)
     stored = weight.T if loss.tied else weight
     run = jax.jit(jax.value_and_grad(lambda x, w, t: 0.5 * summed_loss(x, w, t, loss), (0, 1)))
@@ -78,7 +81,8 @@ def test_equals_the_definition_with_its_gradients_in_every_layout(mesh, loss):
     w_grad = off_mesh(w_grad)
     np.testing.assert_allclose(2 * got, expected, rtol=1e-5)
     np.testing.assert_allclose(2 * off_mesh(x_grad), grads[0], atol=1e-5)
-    np.testing.assert_allclose(2 * (w_grad.T if loss.tied else w_grad), grads[1], atol=1e-5)
+    w_grad = 2 * (w_grad.T if loss.tied else w_grad)
+    np.testing.assert_allclose(w_grad, grads[1], atol=1e-5 * max(1, np.abs(grads[1]).max()))
     alone = jax.jit(lambda x, w, t: summed_loss(x, w, t, loss))(*on_mesh(x, stored, targets, loss))
     np.testing.assert_allclose(alone, expected, rtol=1e-5)
 
@@ -102,19 +106,22 @@ def test_no_target_no_loss_and_no_gradient(one_device):
 
 
 def test_full_logits_are_never_held(one_device):
-    tokens, d_model, vocab = 8192, 32, 4096
-    loss = Loss(vocab=vocab)
+    d_model, vocab = 32, 4096
     dims = [("batch", "sequence", "activation"), ("embed", "vocab"), ("batch", "sequence")]
-    shapes = [
-        ((4, tokens // 4, d_model), jnp.float32),
-        ((d_model, vocab), jnp.float32),
-        ((4, tokens // 4), jnp.int32),
-    ]
     mesh = jax.sharding.get_mesh()
-    args = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, partition(*names)))
-        for names, (shape, dtype) in zip(dims, shapes, strict=True)
-    ]
-    run = jax.jit(jax.grad(lambda x, w, t: summed_loss(x, w, t, loss), (0, 1)))
-    temporary_bytes = run.lower(*args).compile().memory_analysis().temp_size_in_bytes
-    assert temporary_bytes < 4 * tokens * vocab / 2
+
+    def temporary_bytes(tokens):
+        shapes = [
+            ((4, tokens // 4, d_model), jnp.float32),
+            ((d_model, vocab), jnp.float32),
+            ((4, tokens // 4), jnp.int32),
+        ]
+        args = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, partition(*names)))
+            for names, (shape, dtype) in zip(dims, shapes, strict=True)
+        ]
+        run = jax.jit(jax.grad(lambda x, w, t: summed_loss(x, w, t, Loss(vocab=vocab)), (0, 1)))
+        return run.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(16384) < 4 * 16384 * vocab / 2
+    assert temporary_bytes(32768) - temporary_bytes(16384) < 0.02 * 4 * 16384 * vocab

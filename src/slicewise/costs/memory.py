@@ -107,28 +107,40 @@ def working_bytes(layer: Layer, layout: Layout, tokens: Number, recipe: Recipe) 
     return ACT * (tokens * (held + widest) + weights + largest)
 
 
-def loss_chunks(tokens: Number, d_model: int) -> Number:
-    """Chunks of a device's ``tokens`` whose logits the loss holds at a time.
+LOSS_PARTS = 8  # of the output matrix's gradient, which are computed and summed over devices one by one
 
-    As many tokens as the model is wide make a chunk's logits as large as the gradient of the output matrix, which
-    is read and written once a chunk: larger chunks save little time, smaller ones little memory.
+
+def loss_blocks(tokens: Number, d_model: int) -> Number:
+    """Blocks of a device's ``tokens``, each with one product for the gradient of the output matrix, which several
+    blocks sum in float32.
+
+    In 16 bits the gradients of the logits of twice as many tokens as the model is wide are as large as that sum, which
+    one block does not need.
     """
-    return np.ceil(tokens / max(d_model, 1024))
+    return np.ceil(tokens / (2 * max(d_model, 1024)))
+
+
+def loss_chunk_tokens(d_model: int) -> int:
+    """Tokens of a block whose float32 logits the loss holds at a time: all that a chunk costs is reading the output
+    matrix again, while its product takes longer."""
+    return max(d_model // 4, 1024)
 
 
 def output_bytes(shape: ModelShape, layout: Layout, tokens: Number, recipe: Recipe) -> Number:
-    """Logits in float32 (of a chunk also their gradient), and the gathered output matrix with its float32 gradient.
-    Where all tokens are one chunk, that gradient takes the place of the logits; one that is frozen has none."""
+    """The gathered output matrix, the gradients of a block's logits and a chunk's logits in float32; or the gradient of
+    the matrix: of one block part by part, of several in float32. A frozen matrix has none."""
     columns = shape.vocab / layout.ici.tensor
-    matrix, matrix_gradient = ACT * shape.d_model * columns, 4 * shape.d_model * columns
-    if shape.frozen_bytes is not None:
-        matrix_gradient = 0.0 * matrix_gradient
+    matrix, trained = ACT * shape.d_model * columns, shape.frozen_bytes is None
     if not recipe.loss_in_chunks:
-        return matrix + matrix_gradient + 4 * tokens * columns / recipe.vocab_tiles
-    chunks = loss_chunks(tokens, shape.d_model)
-    logits = 4 * tokens / chunks * columns
-    wide = np.where(chunks > 1, logits + matrix_gradient, np.maximum(logits, matrix_gradient))
-    return matrix + wide + ACT * tokens / chunks * columns
+        return (1 + 2 * trained) * matrix + 4 * tokens * columns / recipe.vocab_tiles
+    blocks = loss_blocks(tokens, shape.d_model)
+    logits = 4 * np.minimum(loss_chunk_tokens(shape.d_model), tokens / blocks) * columns
+    held = matrix + ACT * tokens / blocks * columns
+    if not trained:
+        return held + logits
+    ways = layout.ici.fsdp * layout.ici.context * layout.ici.expert * layout.dcn.fsdp
+    in_parts = matrix * (2 / LOSS_PARTS + 1 / ways)
+    return held + np.where(blocks > 1, 2 * matrix + logits, np.maximum(logits, in_parts))
 
 
 def context_width(layer: Layer, layout: Layout, recipe: Recipe) -> Number:

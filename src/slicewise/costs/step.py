@@ -12,7 +12,7 @@ from slicewise.costs.compute import ACT, Compute, Shard, layer_compute
 from slicewise.costs.device import Device, device_of
 from slicewise.costs.flops import model_flops
 from slicewise.costs.layout import Layout, Number, Recipe, place
-from slicewise.costs.memory import loss_chunks, memory_bytes, saved_width, trained_parameters
+from slicewise.costs.memory import loss_blocks, memory_bytes, saved_width, trained_parameters
 from slicewise.costs.network import Move, Network, network_of
 from slicewise.costs.shapes import Layer, ModelShape
 from slicewise.costs.traffic import Moves, end_moves, hop_moves, layer_moves
@@ -246,7 +246,7 @@ def _split(one: Pass, is_staged: Number, keeps: Number, micro: Number) -> tuple[
 
 def output_s(shape: ModelShape, work: Shard, device: Device, recipe: Recipe) -> Number:
     """Embedding lookup, output matrix and loss of one microbatch: three products a head, and float32 logits
-    written once and read four times; and the float32 gradient of the matrix, read and written again a chunk. A frozen
+    written once and read four times; and the float32 gradient of the matrix, read and written again a block. A frozen
     matrix has no gradient: two products, and no such traffic."""
     c = device.calibration
     heads = 1 + shape.prediction_heads
@@ -256,8 +256,8 @@ def output_s(shape: ModelShape, work: Shard, device: Device, recipe: Recipe) -> 
     runs = (2 + trained) * heads + (recipe.vocab_tiles > 1) + 2 * recipe.one_hot_embedding
     moved = 5 * 4 * columns * heads
     if recipe.loss_in_chunks and trained:
-        chunks = loss_chunks(work.tokens, shape.d_model)
-        moved = moved + 2 * 4 * (chunks - 1) * heads * shape.vocab * shape.d_model / work.tensor
+        blocks = loss_blocks(work.tokens, shape.d_model)
+        moved = moved + 2 * 4 * (blocks - 1) * heads * shape.vocab * shape.d_model / work.tensor
     return runs * product + moved / (device.hbm_bytes_per_s * c.hbm_efficiency)
 
 

@@ -1,8 +1,9 @@
 """Next-token cross-entropy straight from hidden states, in chunks of tokens: the full logits are never held.
 
-The forward pass computes the gradients too, chunk by chunk, while its logits are there; the backward pass only scales
-them. So nothing is computed twice, and the output matrix is gathered once. Collectives are spelled out, for a chunk's
-share of the gradient must not cross the mesh before all chunks are summed.
+The forward pass computes the gradients too, while a chunk's logits are there; the backward pass only scales them. So
+nothing is computed twice, and the output matrix is gathered once. Of a block of chunks the gradients of the logits are
+held in the type of products, so that the output matrix has one product for its own. Collectives are spelled out, for a
+block's share of that must not cross the mesh before all blocks are summed.
 """
 
 import functools
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
-from slicewise.costs.memory import loss_chunks
+from slicewise.costs.memory import LOSS_PARTS, loss_blocks, loss_chunk_tokens
 from slicewise.parallel.rules import partition
 
 
@@ -28,6 +30,15 @@ class Loss:
     z_loss_weight: float = 0.0  # of the squared log-normaliser (PaLM, section 5)
     chunk_tokens: int | None = None  # of one device; None derives it
     is_frozen: bool = False  # the matrix: it has no gradient
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """Mesh axes over which each is divided."""
+
+    tokens: tuple[str, ...]
+    embed: tuple[str, ...]
+    vocab: tuple[str, ...]
 
 
 def summed_loss(x_BTD: jax.Array, weight: jax.Array, targets_BT: jax.Array, loss: Loss) -> jax.Array:
@@ -80,65 +91,97 @@ def _local(
     x_BTD: jax.Array, weight: jax.Array, targets_BT: jax.Array, *, loss: Loss, with_gradients: bool
 ) -> tuple[jax.Array, ...]:
     """What one device does with its tokens and its part of the output matrix."""
-    token_axes, embed_axes, vocab_axes = (
-        _axes(partition(*dims)) for dims in (("batch", "sequence"), ("embed",), ("vocab",))
-    )
-    assert set(embed_axes) <= set(token_axes)
-    vocab_dim = 0 if loss.tied else 1
-    whole = jax.lax.all_gather(weight.astype(x_BTD.dtype), embed_axes, axis=1 - vocab_dim, tiled=True)
-    first = jax.lax.axis_index(vocab_axes) * whole.shape[vocab_dim]
-    chunks = _chunks(x_BTD, targets_BT, loss)
+    axes = _Axes(*(_axes(partition(*dims)) for dims in (("batch", "sequence"), ("embed",), ("vocab",))))
+    assert set(axes.embed) <= set(axes.tokens)
+    whole = jax.lax.all_gather(weight.astype(x_BTD.dtype), axes.embed, axis=int(loss.tied), tiled=True)
+    block = functools.partial(_block, whole=whole, axes=axes, loss=loss, with_gradients=with_gradients)
+    x_NKCD, targets_NKC = _cut(x_BTD, targets_BT, loss)
     of_matrix = with_gradients and not loss.is_frozen
-    # Scattered along its rows of a whole vocabulary, the compiler would sum the matrix and only then cut it.
-    by_row = loss.tied or math.prod(jax.lax.axis_size(axis) for axis in embed_axes) > 1
 
-    def chunk(carry: tuple, tokens: tuple) -> tuple[tuple, jax.Array | None]:
-        total, gradient = carry
-        x_CD, targets_C = tokens
-        logits_CV = _product(x_CD, whole, (1, 1 - vocab_dim))
-        total_chunk, gradient_CV = _cross_entropy(logits_CV, targets_C, first, vocab_axes, loss)
-        if not with_gradients:
-            return (total + total_chunk, None), None
-        gradient_CV = gradient_CV.astype(x_CD.dtype)
-        x_gradient_CD = _product(gradient_CV, whole, (1, vocab_dim)).astype(x_CD.dtype)
-        if of_matrix:
-            left, right = (gradient_CV, x_CD) if by_row else (x_CD, gradient_CV)
-            gradient = gradient + _product(left, right, (0, 0))
-        return (total + total_chunk, gradient), jax.lax.psum(x_gradient_CD, vocab_axes)
+    def summed_block(carry: tuple, tokens: tuple) -> tuple[tuple, jax.Array | None]:
+        total, x_gradient_SD, gradient_SV, x_SD = block(carry[0], tokens)
+        return (total, carry[1] + _product(gradient_SV, x_SD, (0, 0)) if of_matrix else None), x_gradient_SD
 
-    shape = whole.shape if by_row == loss.tied else whole.shape[::-1]
-    start = jnp.zeros(shape, jnp.float32) if of_matrix else None
-    (total, gradient), x_gradient = jax.lax.scan(chunk, (jnp.zeros((), jnp.float32), start), chunks)
-    total = jax.lax.psum(total, token_axes)
+    total = jnp.zeros((), jnp.float32)
+    if len(x_NKCD) == 1:
+        total, x_gradient, gradient_SV, x_SD = block(total, (x_NKCD[0], targets_NKC[0]))
+        gradient_VD = _summed_in_parts(gradient_SV, x_SD, axes) if of_matrix else None
+    else:
+        start = jnp.zeros(whole.shape if loss.tied else whole.shape[::-1], jnp.float32) if of_matrix else None
+        (total, gradient_VD), x_gradient = jax.lax.scan(summed_block, (total, start), (x_NKCD, targets_NKC))
+        if gradient_VD is not None:
+            gradient_VD = _over_devices(gradient_VD.astype(x_BTD.dtype), axes)
+    total = jax.lax.psum(total, axes.tokens)
     if not with_gradients:
         return (total,)
     assert x_gradient is not None
-    x_gradient = x_gradient.reshape(-1, x_BTD.shape[-1])[: math.prod(targets_BT.shape)].reshape(x_BTD.shape)
-    if gradient is None:
+    x_gradient = x_gradient.reshape(-1, x_BTD.shape[-1])[: targets_BT.size].reshape(x_BTD.shape)
+    if gradient_VD is None:
         return total, x_gradient
-    others = tuple(axis for axis in token_axes if axis not in embed_axes)
-    summed = jax.lax.psum_scatter(
-        gradient.astype(x_BTD.dtype), embed_axes, scatter_dimension=int(by_row), tiled=True
-    )
-    # The layers' backward pass waits for it: else the whole matrix in float32 is held until the end of the step.
-    x_gradient, summed = jax.lax.optimization_barrier((x_gradient, summed))
-    summed = summed if by_row == loss.tied else summed.T
-    return total, x_gradient, jax.lax.psum(summed, others).astype(weight.dtype)
+    gradient = gradient_VD if loss.tied else gradient_VD.T
+    # The layers' backward pass waits for it: else what it is computed from is held until the end of the step. A barrier
+    # would not do, for the compiler schedules without them.
+    x_gradient = x_gradient + 0 * gradient[-1, -1].astype(x_gradient.dtype)
+    return total, x_gradient, gradient.astype(weight.dtype)
 
 
-def _chunks(x_BTD: jax.Array, targets_BT: jax.Array, loss: Loss) -> tuple[jax.Array, jax.Array]:
-    """Equal chunks of tokens, [n, C, D] and [n, C]; the last may end in tokens without a target."""
+def _block(
+    total: jax.Array, tokens: tuple, *, whole: jax.Array, axes: _Axes, loss: Loss, with_gradients: bool
+) -> tuple:
+    """(``total`` with the loss of one block of tokens, its gradients by x [S, D] and by the logits [S, V], and x)."""
+    vocab_dim = 0 if loss.tied else 1
+    first = jax.lax.axis_index(axes.vocab) * whole.shape[vocab_dim]
+
+    def chunk(total: jax.Array, tokens: tuple) -> tuple[jax.Array, jax.Array | None]:
+        x_CD, targets_C = tokens
+        logits_CV = _product(x_CD, whole, (1, 1 - vocab_dim))
+        total_chunk, gradient_CV = _cross_entropy(logits_CV, targets_C, first, axes.vocab, loss)
+        return total + total_chunk, gradient_CV.astype(x_CD.dtype) if with_gradients else None
+
+    total, gradient_KCV = jax.lax.scan(chunk, total, tokens)
+    if gradient_KCV is None:
+        return total, None, None, None
+    gradient_SV, x_SD = (a.reshape(-1, a.shape[-1]) for a in (gradient_KCV, tokens[0]))
+    x_gradient_SD = _product(gradient_SV, whole, (1, vocab_dim), x_SD.dtype)
+    # In this order, for the gradients of the logits can be freed before the matrix's is summed over devices.
+    x_gradient_SD, gradient_SV = jax.lax.optimization_barrier((x_gradient_SD, gradient_SV))
+    return total, jax.lax.psum(x_gradient_SD, axes.vocab), gradient_SV, x_SD
+
+
+def _summed_in_parts(gradient_SV: jax.Array, x_SD: jax.Array, axes: _Axes) -> jax.Array:
+    """The output matrix's gradient [V, D]: one part of it crosses the mesh while the next is computed."""
+    V = gradient_SV.shape[1]
+    width = -(-V // LOSS_PARTS // 128) * 128 if math.prod(map(jax.lax.axis_size, axes.tokens)) > 1 else V
+    parts = [
+        _over_devices(_product(gradient_SV[:, start : start + width], x_SD, (0, 0), x_SD.dtype), axes)
+        for start in range(0, V, width)
+    ]
+    return jnp.concatenate(parts)
+
+
+def _over_devices(gradient_VD: jax.Array, axes: _Axes) -> jax.Array:
+    """Summed over the devices that have other tokens; each keeps its columns. (Scattered along a whole vocabulary, the
+    compiler would sum all of it and only then cut it.)"""
+    others = tuple(axis for axis in axes.tokens if axis not in axes.embed)
+    scattered = jax.lax.psum_scatter(gradient_VD, axes.embed, scatter_dimension=1, tiled=True)
+    return jax.lax.psum(scattered, others)
+
+
+def _cut(x_BTD: jax.Array, targets_BT: jax.Array, loss: Loss) -> tuple[jax.Array, jax.Array]:
+    """Equal blocks of equal chunks of tokens, [N, K, C, D] and [N, K, C]; the last may end in tokens without a
+    target."""
     tokens, D = targets_BT.size, x_BTD.shape[-1]
-    n = -(-tokens // loss.chunk_tokens) if loss.chunk_tokens else int(loss_chunks(tokens, D))
-    C = -(-tokens // n)
-    rest = n * C - tokens
+    N = int(loss_blocks(tokens, D))
+    K = -(-tokens // (N * (loss.chunk_tokens or loss_chunk_tokens(D))))
+    C = -(-tokens // (N * K))
+    rest = N * K * C - tokens
     x_SD, targets_S = x_BTD.reshape(tokens, D), targets_BT.reshape(tokens)
     if rest:
         x_SD, targets_S = (
             jnp.pad(x_SD, ((0, rest), (0, 0))),
             jnp.pad(targets_S, (0, rest), constant_values=-1),
         )
-    return x_SD.reshape(n, C, D), targets_S.reshape(n, C)
+    return x_SD.reshape(N, K, C, D), targets_S.reshape(N, K, C)
 
 
 def _cross_entropy(
@@ -168,10 +211,12 @@ def _cross_entropy(
     )
 
 
-def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Product of two matrices over one dim of each, in float32."""
+def _product(
+    a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """Product of two matrices over one dim of each, as ``dtype``."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=dtype)
 
 
 def _axes(spec: PartitionSpec) -> tuple[str, ...]:
