@@ -115,9 +115,10 @@ def loss_blocks(tokens: Number, d_model: int) -> Number:
     blocks sum in float32.
 
     In 16 bits the gradients of the logits of twice as many tokens as the model is wide are as large as that sum, which
-    one block does not need.
+    one block does not need. Several blocks of as many tokens as the model is wide hold no more than that beside it.
     """
-    return np.ceil(tokens / (2 * max(d_model, 1024)))
+    width = max(d_model, 1024)
+    return np.where(tokens <= 2 * width, 1, np.ceil(tokens / width))
 
 
 def loss_chunk_tokens(d_model: int) -> int:
