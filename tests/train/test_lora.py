@@ -50,6 +50,11 @@ LAYOUTS = {
         1,
         ["ici_expert_parallelism=2", "ici_fsdp_parallelism=4"],
     ),
+    "llama over pipeline x fsdp x tensor": (
+        "llama",
+        1,
+        ["ici_pipeline_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"],
+    ),
 }
 
 
