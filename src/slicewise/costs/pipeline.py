@@ -26,15 +26,6 @@ def check_remat(stages: int, remat: RematPolicy) -> None:
         )
 
 
-def check_adapters(stages: int, rank: int) -> None:
-    """Raises UserError for adapters of ``rank`` above 0 in the layers of a pipeline."""
-    if stages > 1 and rank:
-        raise UserError(
-            f"lora_rank = {rank} does not go with a pipeline of {stages} stages: adapters leave little to divide; use"
-            " fsdp parallelism instead."
-        )
-
-
 def microbatches(sequences: int, stages: int, repeats: int = 1) -> int:
     """The fewest microbatches that idle no more than MOST_IDLE, else the most there are; 0 where there are none.
 

@@ -51,6 +51,9 @@ def through_stages(
         if pipeline.repeats > 1:  # within the checkpoint, for else each tick would keep a copy of its weights
             w = jax.tree.map(lambda w_R: of_round(w_R, round_), w)
             is_global = is_global[round_]
+        elif pipeline.gather == "microbatch" or _has_packed(w):
+            # What is made of weights alone JAX would make before the loop over ticks, and keep for all layers at once.
+            w = jax.tree.map(lambda x: of_round(x[None], round_), w)
         if pipeline.gather == "microbatch":
             w = jax.tree.map(_gathered, layout[place], w)
         x_BTD, _, usage = layer(w, x_BTD, is_global, None, here)
@@ -111,6 +114,10 @@ def _cast(path: tuple, weight: params.Weight, w: Any, dtype: jnp.dtype) -> Any:
         return x if isinstance(x, Packed) else x.astype(dtype)
 
     return jax.tree.map(cast, w, is_leaf=lambda x: isinstance(x, Packed))
+
+
+def _has_packed(w: Any) -> bool:
+    return any(isinstance(x, Packed) for x in jax.tree.leaves(w, is_leaf=lambda x: isinstance(x, Packed)))
 
 
 def _gathered(weight: params.Weight, w: Any) -> Any:
