@@ -75,8 +75,25 @@ TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, ot
     (MOE, CAPACITY, 1, {"pipeline": 2, "tensor": 2}, {}, 1, {}),
     (MLA, TIGHT, 1, {"pipeline": 2, "fsdp": 2, "expert": 2}, {}, 1, {}),
     # Of adapters on weights that are frozen in 8 bits.
-    (DENSE, DROPLESS, 1, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {}, 1, {"adapters": True, "pipeline_repeats": 2}),
-    (MOE, CAPACITY, 1, {"pipeline": 2, "fsdp": 2, "expert": 2}, {}, 2, {"adapters": True, "pipeline_gather": "microbatch"}),
+    (MOE, CAPACITY, 1, {"fsdp": 4, "expert": 2}, {}, 1, {"adapters": True}),
+    (
+        DENSE,
+        DROPLESS,
+        1,
+        {"pipeline": 2, "fsdp": 2, "tensor": 2},
+        {},
+        1,
+        {"adapters": True, "pipeline_repeats": 2},
+    ),
+    (
+        MOE,
+        CAPACITY,
+        1,
+        {"pipeline": 2, "fsdp": 2, "expert": 2},
+        {},
+        2,
+        {"adapters": True, "pipeline_gather": "microbatch"},
+    ),
 ]
 
 
@@ -148,7 +165,10 @@ def placed(spec, mesh, is_tuned):
     """(what is trained, what is frozen or None), sharded as a step does it on this mesh, which is in force."""
 
     def made():
-        params, named = transformer.init(spec, jax.random.key(0)), transformer.leaves(transformer.weights(spec))
+        params, named = (
+            transformer.init(spec, jax.random.key(0)),
+            transformer.leaves(transformer.weights(spec)),
+        )
         if not is_tuned:
             return params, None
         frozen = mapped(lambda name, x: freeze(name, named[name], x, LORA), params)

@@ -13,8 +13,8 @@ from slicewise.costs.device import Device, device_of
 from slicewise.costs.flops import model_flops
 from slicewise.costs.layout import Layout, Number, Recipe, place
 from slicewise.costs.memory import (
-    loss_chunks,
     local_parameters,
+    loss_chunks,
     memory_bytes,
     saved_width,
     trained_parameters,
@@ -207,8 +207,8 @@ def stage_moves(shape: ModelShape, work: Shard, layout: Layout) -> tuple[Moves, 
     """A step's hops of microbatches between stages, and of weights where a circular schedule deals layers out.
 
     At each tick a microbatch goes on to the next stage, and another one nearer to its first or from its last. Stages
-    hold consecutive layers whatever the schedule: weights go to where they are used, and gradients back, those of frozen
-    weights excepted.
+    hold consecutive layers whatever the schedule: weights go to where they are used, and gradients back, which frozen
+    weights have none of.
     """
     steps, t, stages = layout.accumulation_steps, layout.ici.tensor, layout.total("pipeline")
     ticks = 2 * layout.ticks * steps
