@@ -74,6 +74,9 @@ TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, ot
     (DENSE, DROPLESS, 2, {"data": 2, "fsdp": 2}, {"pipeline": 2}, 2, {"pipeline_gather": "microbatch"}),
     (MOE, CAPACITY, 1, {"pipeline": 2, "tensor": 2}, {}, 1, {}),
     (MLA, TIGHT, 1, {"pipeline": 2, "fsdp": 2, "expert": 2}, {}, 1, {}),
+    (DENSE, DROPLESS, 1, {"pipeline": 2, "context": 2, "tensor": 2}, {}, 1, {}),
+    (DENSE, DROPLESS, 1, {"pipeline": 2, "fsdp": 2, "context": 2}, {}, 1, RING | {"pipeline_repeats": 2}),
+    (MLA, TIGHT, 1, {"pipeline": 2, "expert": 2, "context": 2}, {}, 1, {"context_strategy": "ulysses"}),
     # Of adapters on weights that are frozen in 8 bits.
     (MOE, CAPACITY, 1, {"fsdp": 4, "expert": 2}, {}, 1, {"adapters": True}),
     (

@@ -16,7 +16,7 @@ import numpy as np
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import ContextStrategy
 from slicewise.errors import UserError
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import in_stage, partition
 
 AXIS = "context"
 
@@ -77,6 +77,11 @@ def ahead(x_BT: jax.Array, by: int, fill: float, strategy: ContextStrategy) -> j
 
 def _joined(x_BT: jax.Array, by: int, after: jax.Array) -> jax.Array:
     return jnp.concatenate([x_BT[:, by:], after], axis=1)
+
+
+def whole_rows(sums_B: jax.Array) -> jax.Array:
+    """Sums over the tokens of each row, of all of them also where the code in force sees a device's own part."""
+    return jax.lax.psum(sums_B, AXIS) if in_stage() else sums_B
 
 
 def check(
