@@ -67,7 +67,7 @@ def kept_bytes(shape: ModelShape, layout: Layout) -> tuple[Number, Number]:
     if shape.frozen_bytes is None:
         kept = (dense + routed / i.expert) / (i.tensor * stages)
         return ACT * kept, (4 + ACT) * kept
-    ways = i.fsdp * layout.dcn.fsdp
+    ways = i.fsdp * i.context * layout.dcn.fsdp
     gathered = np.where(ways * i.expert > 1, dense, 0.0) + np.where(ways > 1, routed / i.expert, 0.0)
     frozen = min(shape.frozen_bytes, ACT) * gathered / (i.tensor * stages)
     adapters = sum(layer.count * layer.adapter_parameters(1, i.tensor) for layer in shape.layers) / stages

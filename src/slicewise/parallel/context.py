@@ -26,6 +26,11 @@ def ways() -> int:
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
 
 
+def row_tokens(tokens: int) -> int:
+    """Tokens of a whole row, of which the code in force sees ``tokens``: all, or within a stage a device's own part."""
+    return tokens * ways() if in_stage() else tokens
+
+
 def is_balanced(strategy: ContextStrategy) -> bool:
     """Whether a device holds an early and a late chunk of a row, instead of neighbouring tokens."""
     return strategy != "ulysses"
