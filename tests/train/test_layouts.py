@@ -56,7 +56,7 @@ LATENT = ModelSpec(
 LORA = Lora(4, base_dtype="int8")
 BATCH = ("packed", "rows")
 NO_KEYS = (*BATCH, "adapters")
-RING = {"context_strategy": "ring"}
+RING, EACH, ADAPTERS = {"context_strategy": "ring"}, {"pipeline_gather": "microbatch"}, {"adapters": True}
 DROPLESS, TIGHT, CAPACITY = Dispatch(), Dispatch("dropless", 0.5), Dispatch("capacity", 1.0)
 
 TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, other keys and what the batch is like
@@ -71,29 +71,12 @@ TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, ot
     (LATENT, DROPLESS, 1, {"fsdp": 2, "context": 4}, {}, 1, {"rows": 4}),
     (DENSE, DROPLESS, 1, {"pipeline": 4, "context": 2}, {}, 1, {}),
     (DENSE, DROPLESS, 1, {"pipeline": 2, "context": 2, "tensor": 2}, {}, 1, RING | {"pipeline_repeats": 2}),
-    (DENSE, DROPLESS, 2, {"data": 2, "fsdp": 2}, {"pipeline": 2}, 2, {"pipeline_gather": "microbatch"}),
-    (MOE, CAPACITY, 1, {"pipeline": 2, "tensor": 2}, {}, 1, {}),
+    (DENSE, DROPLESS, 2, {"data": 2, "fsdp": 2}, {"pipeline": 2}, 2, EACH),
     (MLA, TIGHT, 1, {"pipeline": 2, "expert": 2, "context": 2}, {}, 1, {"context_strategy": "ulysses"}),
     # Of adapters on weights that are frozen in 8 bits.
-    (MOE, CAPACITY, 1, {"fsdp": 4, "expert": 2}, {}, 1, {"adapters": True}),
-    (
-        DENSE,
-        DROPLESS,
-        1,
-        {"pipeline": 2, "fsdp": 2, "tensor": 2},
-        {},
-        1,
-        {"adapters": True, "pipeline_repeats": 2},
-    ),
-    (
-        MOE,
-        CAPACITY,
-        1,
-        {"pipeline": 2, "fsdp": 2, "expert": 2},
-        {},
-        2,
-        {"adapters": True, "pipeline_gather": "microbatch"},
-    ),
+    (MOE, CAPACITY, 1, {"fsdp": 4, "expert": 2}, {}, 1, ADAPTERS),
+    (DENSE, DROPLESS, 1, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {}, 1, ADAPTERS | {"pipeline_repeats": 2}),
+    (MOE, CAPACITY, 1, {"pipeline": 2, "fsdp": 2, "expert": 2}, {}, 2, ADAPTERS | EACH),
 ]
 
 

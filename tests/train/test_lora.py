@@ -166,6 +166,7 @@ def chats(tmp_path_factory):
 
 CHATS = ["dataset=jsonl", "messages_field=messages", "sequence_length=64", "global_batch_size=8"]
 LORA = ["lora_rank=8", "lora_base_dtype=float32", "learning_rate=1e-2", "steps=60", "checkpoint_every=30"]
+LORA += ["lora_layers=w[qv]|w_down"]  # enough to learn it, and less to compile
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +247,7 @@ def test_an_answer_is_generated_and_scored(tuned, chats):
 def test_a_checkpoint_holds_adapters_and_the_digest_of_what_they_are_on(tuned):
     manifest = read_manifest(str(tuned / "checkpoints"), 60)
     arrays = [name for name in manifest.leaves if name.startswith("params.")]
-    matrices = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+    matrices = ("wq", "wv", "w_down")
     assert set(arrays) == {f"params.layers.{w}.lora_{x}" for w in matrices for x in "ab"}
     assert not [name for name in manifest.leaves if "frozen" in name]
     assert len(manifest.metadata["frozen"]) == 16
