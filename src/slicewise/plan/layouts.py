@@ -178,11 +178,7 @@ def combine(ici: np.ndarray, ids: np.ndarray, dcn: np.ndarray, limits: Limits) -
     ].prod(2)
     stages = ici[:, ICI_ORDER.index("pipeline")][:, None] * dcn[None, :, 0]
     ways = ici[:, [ICI_ORDER.index(a) for a in WEIGHT_AXES]].prod(1)[:, None] * dcn[None, :, :2].prod(2)
-    a, b = np.nonzero(
-        (batch % shards == 0)
-        & (limits.layers % stages == 0)
-        & limits.shards(ways)
-    )
+    a, b = np.nonzero((batch % shards == 0) & (limits.layers % stages == 0) & limits.shards(ways))
     sequences = batch // shards[a, b]
     micro = np.array(MICROBATCHES)[None, :] * stages[a, b][:, None]
     pair, step = np.nonzero(sequences[:, None] % micro == 0)
