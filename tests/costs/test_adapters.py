@@ -11,10 +11,12 @@ from slicewise.catalog import slices
 from slicewise.catalog.model import load, names
 from slicewise.config import load_config
 from slicewise.costs.adapters import Lora, with_adapters
+from slicewise.costs.compute import Shard
 from slicewise.costs.flops import model_flops, step_flops
 from slicewise.costs.layout import Degrees, Layout, Recipe
-from slicewise.costs.memory import memory_bytes, trained_parameters, weight_bytes
+from slicewise.costs.memory import memory_bytes, peak_bytes, trained_parameters, weight_bytes
 from slicewise.costs.shapes import model_shape
+from slicewise.costs.step import stage_moves
 from slicewise.model import lora as model
 from slicewise.model import params
 from slicewise.parallel.cluster import SliceDevices
@@ -86,9 +88,39 @@ def test_frozen_weights_have_no_gradients_and_no_optimiser_state():
     assert eighth["weights"] == pytest.approx(shape.parameters / 8 + 4 * trained)
 
 
-@pytest.mark.parametrize("rank", [0, 16])
-def test_the_state_of_a_step_has_the_bytes_that_are_planned(rank):
-    keys = ["model=qwen3-0.6b", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2", f"lora_rank={rank}"]
+@pytest.mark.parametrize(("base_dtype", "each"), [("bfloat16", 2), ("int8", 1)])
+def test_a_stage_keeps_frozen_weights_as_they_are_and_gradients_of_adapters_alone(base_dtype, each):
+    shape = with_adapters(model_shape(LLAMA), replace(LORA, base_dtype=base_dtype))
+    stage = sum(layer.count * layer.parameters for layer in shape.layers) / 2
+    adapters = sum(layer.count * layer.adapter_parameters(1, 1) for layer in shape.layers) / 2
+    for fsdp, gathered in ((4, each * stage), (1, 0)):
+        once = Layout(Degrees(fsdp=fsdp, pipeline=2), global_batch=32, pipeline_microbatches=8)
+        kept, used = (
+            peak_bytes(shape, replace(once, pipeline_gathers_once=is_once), Recipe(), 4096)
+            for is_once in (True, False)
+        )
+        assert kept.weights - used.weights == pytest.approx(gathered + 2 * adapters)
+        assert kept.gradients - used.gradients == pytest.approx(6 * adapters)
+
+
+def test_a_circular_schedule_deals_frozen_weights_out_and_takes_gradients_of_adapters_back():
+    layout = Layout(Degrees(pipeline=4), global_batch=64, pipeline_microbatches=8, pipeline_repeats=2)
+    shape, work, recipe = model_shape(LLAMA), Shard(4096, 4096, 1, 1, 1), Recipe(as_compiled_here=True)
+    frozen = with_adapters(shape, LORA)
+    full, less = (stage_moves(s, work, layout)[1][0] for s in (shape, frozen))
+    assert full.forward == full.backward == less.forward == 1
+    assert less.whole_bytes == pytest.approx(full.whole_bytes, rel=0.01)
+    assert less.backward * less.whole_bytes == pytest.approx(2 * trained_parameters(frozen, layout) * 3 / 4)
+    dealt = memory_bytes(frozen, layout, recipe, 4096)["copies of weights"]
+    assert dealt == pytest.approx(2 * sum(layer.count * layer.parameters for layer in shape.layers) / 4)
+    assert not memory_bytes(frozen, replace(layout, pipeline_repeats=1), recipe, 4096)["copies of weights"]
+
+
+@pytest.mark.parametrize(("rank", "stages"), [(0, 1), (16, 1), (16, 2)])
+def test_the_state_of_a_step_has_the_bytes_that_are_planned(rank, stages):
+    degrees = {"fsdp": 4 // stages, "tensor": 2, "pipeline": stages}
+    keys = [f"ici_{axis}_parallelism={degree}" for axis, degree in degrees.items()]
+    keys = ["model=qwen3-0.6b", f"lora_rank={rank}", *keys]
     config = load_config(None, keys).config
     array = np.empty((1, 8), dtype=object)
     array[0] = jax.devices()
@@ -99,7 +131,8 @@ def test_the_state_of_a_step_has_the_bytes_that_are_planned(rank):
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards)
 
     shape = with_adapters(model_shape(load("qwen3-0.6b")), config.adapters)
-    planned = memory_bytes(shape, Layout(Degrees(fsdp=4, tensor=2), global_batch=16), Recipe(), 256)
+    layout = Layout(Degrees(**degrees), global_batch=16, pipeline_gathers_once=False)
+    planned = memory_bytes(shape, layout, Recipe(), 256)
     assert bytes_of((state.params, state.frozen)) == pytest.approx(planned["weights"], rel=0.01)
     assert bytes_of(state.opt_state) == pytest.approx(planned["optimizer"], rel=0.01)
 

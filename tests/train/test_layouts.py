@@ -1,4 +1,4 @@
-"""Every layout computes what one device does: dense models, mixtures of experts, latent attention."""
+"""Every layout computes what one device does: dense models, mixtures of experts, latent attention, adapters."""
 
 import functools
 import re
@@ -10,8 +10,11 @@ import pytest
 
 from slicewise.catalog.model import Experts, LatentAttention, ModelSpec
 from slicewise.config import RunConfig, load_config
+from slicewise.costs.adapters import Lora
 from slicewise.kernels.attention.api import Kernel
 from slicewise.model import transformer
+from slicewise.model.lora import Adapter, adapted, adapters, freeze, merged_params
+from slicewise.model.params import mapped
 from slicewise.parallel import context
 from slicewise.parallel.cluster import SliceDevices, by_slice
 from slicewise.parallel.expert import Dispatch
@@ -50,8 +53,10 @@ LATENT = ModelSpec(
     latent_attention=LatentAttention(kv_lora_rank=16, nope_head_dim=8, rope_head_dim=4, v_head_dim=8),
     prediction_layers=1,
 )  # fmt: skip
+LORA = Lora(4, base_dtype="int8")
 BATCH = ("packed", "rows")
-RING = {"context_strategy": "ring"}
+NO_KEYS = (*BATCH, "adapters")
+RING, EACH, ADAPTERS = {"context_strategy": "ring"}, {"pipeline_gather": "microbatch"}, {"adapters": True}
 DROPLESS, TIGHT, CAPACITY = Dispatch(), Dispatch("dropless", 0.5), Dispatch("capacity", 1.0)
 
 TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, other keys and what the batch is like
@@ -64,19 +69,23 @@ TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, ot
     (DENSE, DROPLESS, 1, {"data": 2, "context": 2, "tensor": 2}, {}, 2, RING | {"rows": 4, "packed": False}),
     (MOE, TIGHT, 1, {"context": 2, "expert": 4}, {}, 1, {"context_strategy": "ulysses"}),
     (LATENT, DROPLESS, 1, {"fsdp": 2, "context": 4}, {}, 1, {"rows": 4}),
-    (DENSE, DROPLESS, 1, {"pipeline": 4}, {}, 1, {}),
-    (DENSE, DROPLESS, 1, {"pipeline": 2}, {}, 1, {"pipeline_repeats": 2, "pipeline_microbatches": 4}),
-    (DENSE, DROPLESS, 2, {"data": 2, "fsdp": 2}, {"pipeline": 2}, 2, {"pipeline_gather": "microbatch"}),
-    (MOE, CAPACITY, 1, {"pipeline": 2, "tensor": 2}, {}, 1, {}),
-    (MLA, TIGHT, 1, {"pipeline": 2, "fsdp": 2, "expert": 2}, {}, 1, {}),
+    (DENSE, DROPLESS, 1, {"pipeline": 4, "context": 2}, {}, 1, {}),
+    (DENSE, DROPLESS, 1, {"pipeline": 2, "context": 2, "tensor": 2}, {}, 1, RING | {"pipeline_repeats": 2}),
+    (DENSE, DROPLESS, 2, {"data": 2, "fsdp": 2}, {"pipeline": 2}, 2, EACH),
+    (MLA, TIGHT, 1, {"pipeline": 2, "expert": 2, "context": 2}, {}, 1, {"context_strategy": "ulysses"}),
+    # Of adapters on weights that are frozen in 8 bits.
+    (MOE, CAPACITY, 1, {"fsdp": 4, "expert": 2}, {}, 1, ADAPTERS),
+    (DENSE, DROPLESS, 1, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {}, 1, ADAPTERS | {"pipeline_repeats": 2}),
+    (MOE, CAPACITY, 1, {"pipeline": 2, "fsdp": 2, "expert": 2}, {}, 2, ADAPTERS | EACH),
 ]
 
 
 def label(row):
     spec, dispatch, _, ici, dcn, steps, keys = row
     axes = [f"{n}{k}" for k, n in ici.items()] + [f"dcn{n}{k}" for k, n in dcn.items()]
-    others = [f"{key.rpartition('_')[2]}-{value}" for key, value in keys.items() if key not in BATCH]
-    return "-".join([spec.name, dispatch.kind, *axes, *(["accumulated"] if steps > 1 else []), *others])
+    others = [f"{key.rpartition('_')[2]}-{value}" for key, value in keys.items() if key not in NO_KEYS]
+    others += ["accumulated"] * (steps > 1) + ["adapters"] * ("adapters" in keys)
+    return "-".join([spec.name, dispatch.kind, *axes, *others])
 
 
 def batch_of(spec, packed, rows):
@@ -102,20 +111,65 @@ def weights_of(spec):
         return jax.device_get(jax.jit(lambda: transformer.init(spec, jax.random.key(0)))())
 
 
-def placed(spec, mesh):
-    """Those weights, sharded as ``init`` does it on this mesh, which is in force."""
-    made = jax.eval_shape(lambda: transformer.init(spec, jax.random.key(0)))
+@functools.cache
+def tuned(spec):
+    """(adapters as after training, the weights below them frozen, both as plain weights)."""
+    layout, rng = transformer.weights(spec), np.random.default_rng(2)
+    named = transformer.leaves(layout)
+
+    def random(w):
+        return (0.1 * rng.normal(size=w.shape)).astype(np.float32)
+
+    trained = jax.tree.map(random, adapters(layout, LORA))
+    with jax.set_mesh(build_mesh(RunConfig(), by_slice(jax.devices()[:1]))):
+
+        @jax.jit
+        def make(weights, trained):
+            frozen = mapped(lambda name, x: freeze(name, named[name], x, LORA), weights)
+            return frozen, merged_params(adapted(frozen, trained, LORA), LORA)
+
+        return trained, *jax.device_get(make(weights_of(spec), trained))
+
+
+def of_adapters(gradients, trained):
+    """The gradients of adapters, where their matrices were plain weights with these ``gradients``."""
+
+    def one(name, pair):
+        rank, layers = LORA.rank, len(pair.lora_a)
+        a_LIr, b_LrO = pair.lora_a.reshape(layers, -1, rank), pair.lora_b.reshape(layers, rank, -1)
+        grad_LIO = LORA.scale * np.asarray(gradients[name]).reshape(layers, a_LIr.shape[1], -1)
+        a, b = np.einsum("lio,lro->lir", grad_LIO, b_LrO), np.einsum("lir,lio->lro", a_LIr, grad_LIO)
+        return Adapter(a.reshape(pair.lora_a.shape), b.reshape(pair.lora_b.shape))
+
+    return {name: one(name, pair) for name, pair in trained.items()}
+
+
+def placed(spec, mesh, is_tuned):
+    """(what is trained, what is frozen or None), sharded as a step does it on this mesh, which is in force."""
+
+    def made():
+        params, named = (
+            transformer.init(spec, jax.random.key(0)),
+            transformer.leaves(transformer.weights(spec)),
+        )
+        if not is_tuned:
+            return params, None
+        frozen = mapped(lambda name, x: freeze(name, named[name], x, LORA), params)
+        return transformer.start(adapters(transformer.weights(spec), LORA), jax.random.key(0)), frozen
+
     return jax.tree.map(
-        lambda x, leaf: jax.device_put(x, jax.NamedSharding(mesh, leaf.sharding.spec)), weights_of(spec), made
+        lambda x, leaf: jax.device_put(x, jax.NamedSharding(mesh, leaf.sharding.spec)),
+        tuned(spec)[:2] if is_tuned else (weights_of(spec), None),
+        jax.eval_shape(made),
     )
 
 
 def compiled(spec, dispatch, slices, ici, dcn, steps, more):
-    """(the mesh, the compiled function of (params, batch) to ((objective, terms), gradients))."""
+    """(the compiled function of (trained, frozen, batch) to ((objective, terms), gradients), its arguments)."""
     degrees = {f"{net}_{axis}_parallelism": 1 for net in ("ici", "dcn") for axis in ("data", "fsdp")}
     for network, asked in (("ici", ici), ("dcn", dcn)):
         degrees |= {f"{network}_{axis}_parallelism": degree for axis, degree in asked.items()}
-    keys = {key: value for key, value in more.items() if key not in BATCH}
+    keys = {key: value for key, value in more.items() if key not in NO_KEYS}
     keys = degrees | keys | {"gradient_accumulation_steps": steps}
     config = load_config(None, [f"{key}={value}" for key, value in keys.items()]).config
     count = slices * int(np.prod(list(ici.values())))
@@ -129,21 +183,21 @@ def compiled(spec, dispatch, slices, ici, dcn, steps, more):
     order = context.order(16, mesh.shape["context"], strategy)
     order = slice(None) if order is None else order
 
-    def differentiate(params, batch):
-        def one(params, part):
-            whole = counts(batch)
+    def differentiate(trained, frozen, batch):
+        def one(trained, part):
+            whole, params = counts(batch), trained if frozen is None else adapted(frozen, trained, LORA)
             how = {"dtype": jnp.float32, "dispatch": dispatch, "kernel": kernel, "pipeline": pipeline}
-            return objective(params, spec, part, whole, weights, **how)
+            return objective(params, spec, part, whole, weights, is_frozen=frozen is not None, **how)
 
-        return accumulated(jax.value_and_grad(one, has_aux=True), params, batch, steps)
+        return accumulated(jax.value_and_grad(one, has_aux=True), trained, batch, steps)
 
     with jax.set_mesh(mesh):
         sharding = jax.NamedSharding(mesh, partition("batch", "sequence"))
         rows = batch_of(spec, more.get("packed", True), more.get("rows", 16))
         batch = {k: jax.device_put(v.astype(np.int32)[:, order], sharding) for k, v in rows.items()}
-        params = placed(spec, mesh)
-        program = jax.jit(differentiate).lower(params, batch).compile()
-    return program, params, batch
+        given = (*placed(spec, mesh, "adapters" in more), batch)
+        program = jax.jit(differentiate).lower(*given).compile()
+    return program, given
 
 
 @pytest.fixture(scope="module")
@@ -151,27 +205,40 @@ def alone():
     """The results of one device, by model, by whether choices are dropped, and by what the batch is like."""
     found = {}
 
-    def result(spec, dispatch, *, packed=True, rows=16):
+    def result(spec, dispatch, *, packed=True, rows=16, adapters=False):
         key = (spec.name, dispatch.kind, packed, rows)
         if key not in found:
             batch = {"packed": packed, "rows": rows}
-            program, params, batch = compiled(spec, dispatch, 1, {"fsdp": 1}, {}, 1, batch)
-            found[key] = program(params, batch)
-        return found[key]
+            program, given = compiled(spec, dispatch, 1, {"fsdp": 1}, {}, 1, batch)
+            found[key] = program, given, program(*given)
+        program, (params, _, batch), of_weights = found[key]
+        if not adapters:
+            return *of_weights[:1], transformer.leaves(of_weights[1])
+        merged = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), tuned(spec)[2], params)
+        objective, gradients = program(merged, None, batch)
+        return objective, by_name(of_adapters(transformer.leaves(gradients), tuned(spec)[0]))
 
     return result
+
+
+def by_name(trained):
+    if not isinstance(trained, dict):
+        return transformer.leaves(trained)
+    pairs = ((f"{name}.lora_{x}", getattr(pair, f"lora_{x}")) for name, pair in trained.items() for x in "ab")
+    return dict(pairs)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=label)
 def test_every_layout_gives_the_loss_and_every_gradient_of_one_device(alone, row, capfd):
     spec, dispatch, _, ici, _, _, more = row
-    like = {key: value for key, value in more.items() if key in BATCH}
-    (one_total, one_terms), one_gradients = alone(spec, dispatch, **like)
-    program, params, batch = compiled(*row)
-    (total, terms), gradients = program(params, batch)
+    like = {key: value for key, value in more.items() if key in NO_KEYS}
+    (one_total, one_terms), wanted = alone(spec, dispatch, **like)
+    program, given = compiled(*row)
+    (total, terms), gradients = program(*given)
     np.testing.assert_allclose(total, one_total, rtol=LOSS_RTOL)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=LOSS_RTOL), terms, one_terms)
-    ours, wanted = transformer.leaves(gradients), transformer.leaves(one_gradients)
+    ours = by_name(gradients)
+    assert ours.keys() == wanted.keys()
     for name in wanted:
         scale = np.abs(wanted[name]).max()
         assert scale > 0 or name.endswith("balance_bias"), name
@@ -180,4 +247,6 @@ def test_every_layout_gives_the_loss_and_every_gradient_of_one_device(alone, row
     ulysses = more.get("context_strategy") == "ulysses"
     exchanged = ["'expert'"] * ("expert" in ici) + ["'context'"] * ulysses
     assert sorted(set(axes)) == sorted(exchanged)
+    if spec is DENSE and more.get("pipeline_gather") == "microbatch":  # no stage has all of its layers whole
+        assert not re.search(r"\[2,(1,)?32,64\]", program.as_text())
     assert "rematerialization" not in capfd.readouterr().err.lower()

@@ -36,15 +36,14 @@ class Lora:
 
 
 def with_adapters(shape: ModelShape, lora: Lora | None) -> ModelShape:
-    """``shape`` as it is trained: frozen, with the ranks of its adapters, and no layers that a pipeline divides
-    (costs.pipeline.check_adapters); as it is without ``lora``."""
+    """``shape`` as it is trained: frozen, with the ranks of its adapters; as it is without ``lora``."""
     if lora is None:
         return shape
     layers = tuple(
         replace(layer, matmuls=tuple(_adapted(layer, m, lora) for m in layer.matmuls), frozen=True)
         for layer in shape.layers
     )
-    return replace(shape, layers=layers, frozen_bytes=FROZEN_BYTES[lora.base_dtype], staged_groups=1)
+    return replace(shape, layers=layers, frozen_bytes=FROZEN_BYTES[lora.base_dtype])
 
 
 def _adapted(layer: Layer, m: Matmul, lora: Lora) -> Matmul:

@@ -28,12 +28,13 @@ def _spread(layout: Layout) -> Number:
 
 def copied_bytes(shape: ModelShape, layout: Layout, recipe: Recipe) -> Number:
     """The device's part of all layers' weights in the dtype that products take: compilers narrow wider ones once,
-    before the loop over layers, and not a layer at a time."""
+    before the loop over layers, and not a layer at a time. Narrow ones are copied where a circular schedule deals them
+    out."""
     if not recipe.as_compiled_here:
         return 0.0
     stored = recipe.weight_bytes if shape.frozen_bytes is None else shape.frozen_bytes
-    narrowed = sum(layer.count * layer.parameters for layer in shape.layers) if stored > ACT else 0.0
-    return ACT * narrowed / _spread(layout)
+    copied = ACT if stored > ACT else np.where(layout.pipeline_repeats > 1, stored, 0.0)
+    return copied * sum(layer.count * layer.parameters for layer in shape.layers) / _spread(layout)
 
 
 def trained_parameters(shape: ModelShape, layout: Layout) -> Number:
@@ -54,12 +55,23 @@ def weight_bytes(shape: ModelShape, layout: Layout, recipe: Recipe) -> Number:
     return trained + local_parameters(shape, layout) * shape.frozen_bytes
 
 
-def kept_parameters(shape: ModelShape, layout: Layout) -> Number:
-    """Parameters of the layers of one stage, whole over the axes that shard them as FSDP does."""
-    i = layout.ici
+def kept_bytes(shape: ModelShape, layout: Layout) -> tuple[Number, Number]:
+    """(weights, gradients) of the layers of one stage, whole over the axes that shard them as FSDP does; gradients in
+    float32 and in the dtype of products.
+
+    Frozen weights have no gradients, and are used where they lie if no axis shards them.
+    """
+    i, stages = layout.ici, layout.total("pipeline")
     routed = sum(layer.count * layer.routed_parameters for layer in shape.layers)
     dense = sum(layer.count * layer.parameters for layer in shape.layers) - routed
-    return (dense + routed / i.expert) / (i.tensor * layout.total("pipeline"))
+    if shape.frozen_bytes is None:
+        kept = (dense + routed / i.expert) / (i.tensor * stages)
+        return ACT * kept, (4 + ACT) * kept
+    ways = i.fsdp * i.context * layout.dcn.fsdp
+    gathered = np.where(ways * i.expert > 1, dense, 0.0) + np.where(ways > 1, routed / i.expert, 0.0)
+    frozen = min(shape.frozen_bytes, ACT) * gathered / (i.tensor * stages)
+    adapters = sum(layer.count * layer.adapter_parameters(1, i.tensor) for layer in shape.layers) / stages
+    return frozen + ACT * adapters, (4 + ACT) * adapters
 
 
 def saved_width(layer: Layer, recipe: Recipe, tensor: Number, *, where: str) -> Number:
@@ -129,8 +141,10 @@ def loss_chunk_tokens(d_model: int) -> int:
 
 def output_bytes(shape: ModelShape, layout: Layout, tokens: Number, recipe: Recipe) -> Number:
     """The gathered output matrix, the gradients of a block's logits and a chunk's logits in float32; or the gradient of
-    the matrix: of one block part by part, of several in float32. A frozen matrix has none."""
-    columns = shape.vocab / layout.ici.tensor
+    the matrix: of one block part by part, of several in float32. A frozen matrix has none; then
+    also the final norm of all tokens counts, in float32 with its gradient: nothing larger follows in the memory it had.
+    """
+    t, columns = layout.ici.tensor, shape.vocab / layout.ici.tensor
     matrix, trained = ACT * shape.d_model * columns, shape.frozen_bytes is None
     if not recipe.loss_in_chunks:
         return (1 + 2 * trained) * matrix + 4 * tokens * columns / recipe.vocab_tiles
@@ -138,7 +152,8 @@ def output_bytes(shape: ModelShape, layout: Layout, tokens: Number, recipe: Reci
     logits = 4 * np.minimum(loss_chunk_tokens(shape.d_model), tokens / blocks) * columns
     held = matrix + ACT * tokens / blocks * columns
     if not trained:
-        return held + logits
+        norm = (4 + 4 + ACT * (t > 1)) * tokens * shape.d_model if recipe.as_compiled_here else 0.0
+        return held + logits + norm
     ways = layout.ici.fsdp * layout.ici.context * layout.ici.expert * layout.dcn.fsdp
     in_parts = matrix * (2 / LOSS_PARTS + 1 / ways)
     return held + np.where(blocks > 1, 2 * matrix + logits, np.maximum(logits, in_parts))
@@ -179,13 +194,13 @@ def peak_bytes(shape: ModelShape, layout: Layout, recipe: Recipe, seq: int) -> P
     for layer in shape.layers:
         working = np.maximum(working, working_bytes(layer, layout, tokens, recipe))
     accumulator = np.where(layout.accumulation_steps > 1, 4.0, 0.0) if recipe.gradient_bytes < 4 else 0.0
-    kept = np.where(layout.keeps_gathered, kept_parameters(shape, layout), 0.0)
+    kept = [np.where(layout.keeps_gathered, size, 0.0) for size in kept_bytes(shape, layout)]
     rows = tokens * layout.pipeline_microbatches / stages  # that a device embeds and computes the loss of
     return Peak(
-        weights=weight_bytes(shape, layout, recipe) + ACT * kept,
+        weights=weight_bytes(shape, layout, recipe) + kept[0],
         optimizer=trained * recipe.moment_bytes / recipe.moment_shards,
         copies=copied_bytes(shape, layout, recipe),
-        gradients=trained * (recipe.gradient_bytes + accumulator) + (4 + ACT) * kept,
+        gradients=trained * (recipe.gradient_bytes + accumulator) + kept[1],
         working=working,
         output=output_bytes(shape, layout, rows, recipe),
         tokens=tokens,

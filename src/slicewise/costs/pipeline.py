@@ -8,30 +8,12 @@ MOST_IDLE = 0.1  # share of a step that a pipeline should idle at most
 REPEATS = (1, 2, 4)  # rounds that a plan considers
 
 
-def check_together(stages: int, context: int) -> None:
-    """Raises UserError for sequences divided within the stages of a pipeline."""
-    if stages > 1 and context > 1:
-        raise UserError(
-            f"pipeline = {stages} does not go with context = {context}: a stage has whole sequences; set one of them"
-            " to 1."
-        )
-
-
 def check_remat(stages: int, remat: RematPolicy) -> None:
     """Raises UserError for activations that wait on the host within the stages of a pipeline."""
     if stages > 1 and remat.offloaded:
         raise UserError(
             f"pipeline = {stages} does not go with {', '.join(sorted(remat.offloaded))} on the host: the TPU compiler"
             " refuses such a program; keep them on the device or recompute them."
-        )
-
-
-def check_adapters(stages: int, rank: int) -> None:
-    """Raises UserError for adapters of ``rank`` above 0 in the layers of a pipeline."""
-    if stages > 1 and rank:
-        raise UserError(
-            f"lora_rank = {rank} does not go with a pipeline of {stages} stages: adapters leave little to divide; use"
-            " fsdp parallelism instead."
         )
 
 

@@ -12,7 +12,13 @@ from slicewise.costs.compute import ACT, Compute, Shard, layer_compute
 from slicewise.costs.device import Device, device_of
 from slicewise.costs.flops import model_flops
 from slicewise.costs.layout import Layout, Number, Recipe, place
-from slicewise.costs.memory import loss_blocks, memory_bytes, saved_width, trained_parameters
+from slicewise.costs.memory import (
+    local_parameters,
+    loss_blocks,
+    memory_bytes,
+    saved_width,
+    trained_parameters,
+)
 from slicewise.costs.network import Move, Network, network_of
 from slicewise.costs.shapes import Layer, ModelShape
 from slicewise.costs.traffic import Moves, end_moves, hop_moves, layer_moves
@@ -201,15 +207,20 @@ def stage_moves(shape: ModelShape, work: Shard, layout: Layout) -> tuple[Moves, 
     """A step's hops of microbatches between stages, and of weights where a circular schedule deals layers out.
 
     At each tick a microbatch goes on to the next stage, and another one nearer to its first or from its last. Stages
-    hold consecutive layers whatever the schedule: weights go to where they are used, and gradients back.
+    hold consecutive layers whatever the schedule: weights go to where they are used, and gradients back, which frozen
+    weights have none of.
     """
     steps, t, stages = layout.accumulation_steps, layout.ici.tensor, layout.total("pipeline")
     ticks = 2 * layout.ticks * steps
-    dealt_bytes = ACT * trained_parameters(shape, layout) * (stages - 1) / stages
+    trained_bytes = ACT * trained_parameters(shape, layout)
+    frozen_bytes = 0.0
+    if shape.frozen_bytes is not None:
+        frozen_bytes = min(shape.frozen_bytes, ACT) * local_parameters(shape, layout)
+    dealt_bytes = (trained_bytes + frozen_bytes) * (stages - 1) / stages
     deals = np.where(layout.pipeline_repeats > 1, steps, 0)
     return (
         hop_moves(ACT * work.tokens * shape.d_model / t, layout, ticks, ticks),
-        hop_moves(dealt_bytes, layout, deals, deals),
+        hop_moves(dealt_bytes, layout, deals, deals * trained_bytes / (trained_bytes + frozen_bytes)),
     )
 
 

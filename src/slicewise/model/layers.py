@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.model.linear import linear
-from slicewise.model.lora import Adapted, Adapter, Packed, gathered_packed
+from slicewise.model.lora import Adapted, Adapter, Packed, adapter_dims, gathered_packed
 from slicewise.model.params import Norm
 from slicewise.model.quantization import Marked, Stored
 from slicewise.model.remat import GATHERED, named
@@ -37,9 +37,8 @@ def weights_in(dtype: jnp.dtype) -> Callable[..., Any]:
     def adapter(pair: Adapter | None, dims: tuple[str, ...]) -> Adapter | None:
         if pair is None:
             return None
-        summed = pair.lora_a.ndim - 1
-        a, b = weight(pair.lora_a, *dims[:summed], "lora"), weight(pair.lora_b, "lora", *dims[summed:])
-        return Adapter(a, b)
+        a_dims, b_dims = adapter_dims(pair, dims)
+        return Adapter(weight(pair.lora_a, *a_dims), weight(pair.lora_b, *b_dims))
 
     return weight
 

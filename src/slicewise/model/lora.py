@@ -5,6 +5,7 @@ Dims in names: L layers, C dims that the product sums over, O dims of its result
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +114,31 @@ def adapted(frozen: Params, trained: dict[str, Adapter], lora: Lora) -> Params:
         return Adapted(leaf, trained.get(name), lora.scale) if is_dense(name) else leaf
 
     return mapped(join, frozen)
+
+
+def adapter_dims(pair: Adapter, dims: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The dims of A and of B, beside a matrix with ``dims``. Both may have more in front, such as layers."""
+    more = (pair.lora_a.ndim + pair.lora_b.ndim - 2 - len(dims)) // 2
+    summed = pair.lora_a.ndim - more - 1
+    return (*dims[:summed], "lora"), ("lora", *dims[summed:])
+
+
+def by_array(change: Callable[[jax.Array, tuple[str, ...]], Any], w: Any, dims: tuple[str, ...]) -> Any:
+    """A weight with ``dims``, any of those that adapted makes, with ``change(array, its dims)`` for each array of it.
+
+    Arrays may have more dims in front. Those of a scale that are not those of its values are whole.
+    """
+    if isinstance(w, Adapted):
+        pair = w.adapter
+        if pair is not None:
+            arrays = zip((pair.lora_a, pair.lora_b), adapter_dims(pair, dims), strict=True)
+            pair = Adapter(*(change(x, own) for x, own in arrays))
+        return Adapted(by_array(change, w.base, dims), pair, w.scale)
+    if isinstance(w, Packed):
+        sizes = zip(w.values.shape[-len(dims) :], w.scale.shape[-len(dims) :], dims, strict=True)
+        scaled = tuple(dim if size == of_scale else "activation" for size, of_scale, dim in sizes)
+        return Packed(change(w.values, dims), change(w.scale, scaled))
+    return change(w, dims)
 
 
 def _narrow(name: str, weight: Weight) -> bool:

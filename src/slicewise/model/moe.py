@@ -23,6 +23,7 @@ from slicewise.model.lora import Packed, unpacked
 from slicewise.model.params import Layers, Moe, Params
 from slicewise.model.quantization import Marked, Quantization
 from slicewise.model.remat import GATHERED, named
+from slicewise.parallel.context import whole_rows
 from slicewise.parallel.expert import Dispatch, mixed
 from slicewise.parallel.rules import gathered, partition, residual
 
@@ -128,10 +129,13 @@ def _within_groups(wanted_BTE: jax.Array, e: Experts) -> jax.Array:
 
 
 def _usage(chosen_BTKE: jax.Array, probability_BTE: jax.Array, real_BT: jax.Array) -> Usage:
-    """Balance is judged row by row, so that it does not depend on how a batch is divided."""
-    real_B1 = real_BT.sum(1, keepdims=True)
+    """Balance is judged row by row, so that it does not depend on how a batch is divided.
+
+    Within a stage of a pipeline these are sums over a device's own part of each row.
+    """
+    real_B1 = whole_rows(real_BT.sum(1, keepdims=True))
     chosen_BE = (jax.lax.stop_gradient(chosen_BTKE).sum(2) * real_BT[..., None]).sum(1)
-    share_BE = chosen_BE / jnp.maximum(real_B1 * chosen_BTKE.shape[2], 1)
+    share_BE = whole_rows(chosen_BE) / jnp.maximum(real_B1 * chosen_BTKE.shape[2], 1)
     probability_BE = (probability_BTE * real_BT[..., None]).sum(1) / jnp.maximum(real_B1, 1)
     E = chosen_BE.shape[1]
     return Usage(E * (share_BE * probability_BE * real_B1).sum(), chosen_BE.sum(0))

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from slicewise.catalog.model import ModelSpec
 from slicewise.kernels.attention.api import Tokens
 from slicewise.model import params, rope
+from slicewise.model.lora import Packed, by_array
 from slicewise.model.remat import GATHERED
 from slicewise.parallel.pipeline import Pipeline, of_round, pipelined
 from slicewise.parallel.rules import FSDP_DIMS, PIPELINE, RULES, partition, unmapped
@@ -50,6 +51,9 @@ def through_stages(
         if pipeline.repeats > 1:  # within the checkpoint, for else each tick would keep a copy of its weights
             w = jax.tree.map(lambda w_R: of_round(w_R, round_), w)
             is_global = is_global[round_]
+        elif pipeline.gather == "microbatch" or _has_packed(w):
+            # What is made of weights alone JAX would make before the loop over ticks, and keep for all layers at once.
+            w = jax.tree.map(lambda x: of_round(x[None], round_), w)
         if pipeline.gather == "microbatch":
             w = jax.tree.map(_gathered, layout[place], w)
         x_BTD, _, usage = layer(w, x_BTD, is_global, None, here)
@@ -100,16 +104,31 @@ def _without_tokens(where: Tokens, is_real: jax.Array) -> Tokens:
     return Tokens(where.positions_BT, jnp.where(is_real, where.segments_BT, 0))
 
 
-def _cast(path: tuple, weight: params.Weight, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Matrices in the type in which a layer multiplies them, which for a router is its own."""
-    is_matrix = any(dim in FSDP_DIMS for dim in weight.dims) and path[-1].name != "router"
-    return w.astype(dtype) if is_matrix else w
+def _cast(path: tuple, weight: params.Weight, w: Any, dtype: jnp.dtype) -> Any:
+    """Matrices and adapters in the type in which a layer multiplies them, which for a router is its own. What is frozen
+    in 8 bits stays so."""
+    if path[-1].name == "router" or not any(dim in FSDP_DIMS for dim in weight.dims):
+        return w
+
+    def cast(x: Any) -> Any:
+        return x if isinstance(x, Packed) else x.astype(dtype)
+
+    return jax.tree.map(cast, w, is_leaf=lambda x: isinstance(x, Packed))
 
 
-def _gathered(weight: params.Weight, w: jax.Array) -> jax.Array:
-    """``w`` [..., dims of one layer] whole over the axes that divide it as FSDP does; its transpose scatters."""
+def _has_packed(w: Any) -> bool:
+    return any(isinstance(x, Packed) for x in jax.tree.leaves(w, is_leaf=lambda x: isinstance(x, Packed)))
+
+
+def _gathered(weight: params.Weight, w: Any) -> Any:
+    """A weight, its arrays [..., dims of one layer], whole over the axes that divide it as FSDP does."""
+    return by_array(_gathered_array, w, weight.dims[1:])
+
+
+def _gathered_array(w: jax.Array, dims: tuple[str, ...]) -> jax.Array:
+    """The transpose scatters."""
     sizes, spec = jax.sharding.get_abstract_mesh().shape, jax.typeof(w).sharding.spec
-    for place, dim in enumerate(weight.dims[1:], w.ndim - len(weight.dims[1:])):
+    for place, dim in enumerate(dims, w.ndim - len(dims)):
         rule = RULES[dim] if dim in FSDP_DIMS else ()
         axes = tuple(axis for axis in rule if axis != PIPELINE and sizes[axis] > 1)
         if axes:

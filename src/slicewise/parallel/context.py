@@ -16,7 +16,7 @@ import numpy as np
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import ContextStrategy
 from slicewise.errors import UserError
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import in_stage, partition
 
 AXIS = "context"
 
@@ -24,6 +24,11 @@ AXIS = "context"
 def ways() -> int:
     """Devices that share each row, under the mesh in force."""
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
+
+
+def row_tokens(tokens: int) -> int:
+    """Tokens of a whole row, of which the code in force sees ``tokens``: all, or within a stage a device's own part."""
+    return tokens * ways() if in_stage() else tokens
 
 
 def is_balanced(strategy: ContextStrategy) -> bool:
@@ -77,6 +82,11 @@ def ahead(x_BT: jax.Array, by: int, fill: float, strategy: ContextStrategy) -> j
 
 def _joined(x_BT: jax.Array, by: int, after: jax.Array) -> jax.Array:
     return jnp.concatenate([x_BT[:, by:], after], axis=1)
+
+
+def whole_rows(sums_B: jax.Array) -> jax.Array:
+    """Sums over the tokens of each row, of all of them also where the code in force sees a device's own part."""
+    return jax.lax.psum(sums_B, AXIS) if in_stage() else sums_B
 
 
 def check(

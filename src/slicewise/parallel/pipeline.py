@@ -6,8 +6,8 @@ a new microbatch. Autodiff runs the ticks backwards: all forward passes, then al
 microbatch comes by as often: the schedule is circular (Narayanan et al. 2021, section 2.2), and the ends of a step idle
 for shorter.
 
-The program is mapped over the axes that divide the batch as well (shard_map over STAGE_AXES; the others stay as the
-model has them), so that gradients are summed over them once a step and not at each tick.
+The program is mapped over the axes that divide the batch and its sequences as well (shard_map over STAGE_AXES; the
+others stay as the model has them), so that gradients are summed over them once a step and not at each tick.
 
 A batch is divided over the pipeline axis outside of the layers: each stage embeds its own rows and computes their loss.
 So a microbatch travels to the first stage and its output back; both hops lie beside a tick's work and not before it.

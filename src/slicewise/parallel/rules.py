@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.costs.layout import WEIGHT_AXES
-from slicewise.costs.pipeline import check_layers, check_together
+from slicewise.costs.pipeline import check_layers
 from slicewise.errors import UserError
 
 RULES: Mapping[str, str | tuple[str, ...]] = {
@@ -32,7 +32,7 @@ RULES: Mapping[str, str | tuple[str, ...]] = {
     "tokens": ("context", "tensor"),  # the tokens of the residual stream: see residual
 }
 PIPELINE = "pipeline"
-STAGE_AXES = ("pipeline", "data", "fsdp", "expert")  # that a stage's code is mapped over
+STAGE_AXES = ("pipeline", "data", "fsdp", "expert", "context")  # that a stage's code is mapped over
 FSDP_DIMS = ("embed", "latent", "expert_embed")  # of weights, what fully sharded data parallelism divides
 # dims that no axis divides
 WHOLE = frozenset({"layers", "position", "slots", "activation", "head_dim", "lora"})
@@ -73,7 +73,7 @@ def residual(tokens: int) -> PartitionSpec:
     gathered just before it, and its partial sums are scattered instead of reduced whole (Korthikanti et al., 2022).
     """
     mesh = jax.sharding.get_abstract_mesh().shape
-    ways = mesh.get("context", 1) * mesh.get("tensor", 1)
+    ways = mesh.get("tensor", 1) * (1 if in_stage() else mesh.get("context", 1))
     return partition("batch", "tokens" if tokens % ways == 0 else "sequence", "activation")
 
 
@@ -106,7 +106,6 @@ def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -
     rows = stages * degrees["fsdp"] * expert
     sharded = rows * context
     check_layers(spec.name, spec.staged_groups, stages)
-    check_together(stages, context)
     for count, name in _tensor_dims(spec):
         if count % tensor:
             raise UserError(

@@ -6,7 +6,7 @@ import numpy as np
 
 from slicewise.catalog.slices import Cluster
 from slicewise.costs.layout import ContextExchange, Layout, Number, Recipe
-from slicewise.costs.pipeline import check_layers, check_remat, check_together
+from slicewise.costs.pipeline import check_layers, check_remat
 from slicewise.costs.shapes import ModelShape
 from slicewise.errors import UserError
 from slicewise.plan.layouts import MAX_TENSOR, Limits, divisors, limits_of
@@ -35,7 +35,6 @@ def check_layout(shape: ModelShape, cluster: Cluster, layout: Layout, seq: int) 
         )
     shards = layout.data_shards // layout.ici.context
     shards *= layout.accumulation_steps * layout.pipeline_microbatches
-    check_together(int(layout.total("pipeline")), int(layout.total("context")))
     if (stages := int(layout.total("pipeline"))) > 1:
         check_layers(shape.name, shape.staged_groups, stages, int(layout.pipeline_repeats))
     if layout.global_batch % shards:

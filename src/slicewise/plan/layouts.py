@@ -177,18 +177,12 @@ def combine(ici: np.ndarray, ids: np.ndarray, dcn: np.ndarray, limits: Limits) -
         None, :, 1:
     ].prod(2)
     stages = ici[:, ICI_ORDER.index("pipeline")][:, None] * dcn[None, :, 0]
-    whole = ici[:, ICI_ORDER.index("context")] == 1  # see costs.pipeline.check_together
     ways = ici[:, [ICI_ORDER.index(a) for a in WEIGHT_AXES]].prod(1)[:, None] * dcn[None, :, :2].prod(2)
-    a, b = np.nonzero(
-        (batch % shards == 0)
-        & (limits.layers % stages == 0)
-        & (whole[:, None] | (stages == 1))
-        & limits.shards(ways)
-    )
+    a, b = np.nonzero((batch % shards == 0) & (limits.layers % stages == 0) & limits.shards(ways))
     sequences = batch // shards[a, b]
     micro = np.array(MICROBATCHES)[None, :] * stages[a, b][:, None]
     pair, step = np.nonzero(sequences[:, None] % micro == 0)
-    gathers = ici[:, [ICI_ORDER.index(axis) for axis in ("fsdp", "expert")]].prod(1)[a] * dcn[b, 1]
+    gathers = ici[:, [ICI_ORDER.index(a) for a in ("fsdp", "expert", "context")]].prod(1)[a] * dcn[b, 1]
     spread = (stages[a, b] > 1) & (gathers > 1)
     again = np.flatnonzero(spread[pair])
     once = np.concatenate([np.ones(len(pair), bool), np.zeros(len(again), bool)])

@@ -10,7 +10,7 @@ from slicewise.costs import remat
 from slicewise.costs.adapters import with_adapters
 from slicewise.costs.layout import AXES as ALL_AXES
 from slicewise.costs.layout import Degrees, Layout, Recipe
-from slicewise.costs.pipeline import check_adapters, settled
+from slicewise.costs.pipeline import settled
 from slicewise.costs.shapes import ModelShape
 from slicewise.costs.step import estimate
 from slicewise.errors import UserError
@@ -59,7 +59,6 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
     work = workload_of(config, shape)
     steps = config.optimizer.gradient_accumulation_steps
     layout = Layout(Degrees(**degrees.ici), Degrees(**degrees.dcn), work.global_batch, steps)
-    check_adapters(int(layout.total("pipeline")), config.lora.lora_rank)
     layout = _with_pipeline(config, shape, layout)
     check_layout(shape, cluster, layout, work.seq)
     recipe = _recipe(config, layout)

@@ -16,7 +16,7 @@ from slicewise.catalog import chips, flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
 from slicewise.costs.adapters import Lora
-from slicewise.costs.pipeline import check_adapters, check_remat, settled
+from slicewise.costs.pipeline import check_remat, settled
 from slicewise.costs.remat import chosen
 from slicewise.errors import ExitCode, UserError
 from slicewise.kernels import tuned
@@ -72,7 +72,6 @@ def pipeline(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> Pipeline | None:
             f"quantization_calibrate_every = {every} does not go with a pipeline, whose stages know no ranges; set it"
             " to 0."
         )
-    check_adapters(degrees[PIPELINE], config.lora.lora_rank)
     return Pipeline(microbatches, keys.pipeline_repeats, keys.pipeline_gather)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from slicewise.config import load_config
 from slicewise.errors import UserError
@@ -15,15 +16,16 @@ from slicewise.kernels.attention.api import REFERENCE, Kernel, Tokens, attention
 from slicewise.parallel import context
 from slicewise.parallel.cluster import by_slice
 from slicewise.parallel.mesh import build_mesh
-from slicewise.parallel.rules import partition
+from slicewise.parallel.rules import STAGE_AXES, partition
 
 B, T, N, K, H, V = 1, 512, 2, 1, 16, 8
 WINDOW = 150
 LENGTHS = (30, 300, 142, 40)  # of documents; the last is padding
 
 
-def computed(kernel: Kernel, ways: int) -> list[np.ndarray]:
-    """The context and all gradients of two layers, the second without its window, of packed rows in order."""
+def computed(kernel: Kernel, ways: int, *, in_stage: bool = False) -> list[np.ndarray]:
+    """The context and all gradients of two layers, the second without its window, of packed rows in order; where a
+    program says, or where the code of a pipeline's stage does."""
     config = load_config(None, [f"ici_context_parallelism={ways}"]).config
     mesh = build_mesh(config, by_slice(jax.devices()[:ways]))
     order = context.order(T, ways, kernel.strategy)
@@ -46,11 +48,16 @@ def computed(kernel: Kernel, ways: int) -> list[np.ndarray]:
 
         @jax.jit
         def run(q, k, v, sinks, is_global):
-            def attend(q, k, v, sinks):
+            def attend(q, k, v, sinks, where, is_global):
                 how = {"window": WINDOW, "scale": H**-0.5, "softcap": 3.0, "is_global": is_global}
                 return attention(q, k, v, where, where, sinks_N=sinks, kernel=kernel, **how)
 
-            found, pull = jax.vjp(attend, q, k, v, sinks)
+            row, whole = PartitionSpec(STAGE_AXES[:-1], "context"), PartitionSpec()
+            mapped = {"axis_names": {*STAGE_AXES}, "check_vma": False}
+            if in_stage:
+                specs = (row, row, row, whole, row, whole)
+                attend = jax.shard_map(attend, in_specs=specs, out_specs=row, **mapped)
+            found, pull = jax.vjp(lambda *operands: attend(*operands, where, is_global), q, k, v, sinks)
             return found, *pull(grad)
 
         layers = [run(q, k, v, sinks, jnp.asarray(is_global)) for is_global in (False, True)]
@@ -64,18 +71,19 @@ def whole() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy", "ways"),
+    ("name", "strategy", "ways", "in_stage"),
     [
-        ("splash", "all_gather", 2),
-        ("splash", "ring", 2),
-        ("xla_chunked", "ring", 4),
+        ("splash", "all_gather", 2, False),
+        ("splash", "all_gather", 2, True),
+        ("splash", "ring", 2, False),
+        ("xla_chunked", "ring", 4, False),
     ],
 )
-def test_divided_rows_give_what_whole_rows_do(name, strategy, ways, monkeypatch):
+def test_divided_rows_give_what_whole_rows_do(name, strategy, ways, in_stage, monkeypatch):
     monkeypatch.setattr(chunked, "BLOCK", 64)
     kernel = Kernel(name, strategy=strategy, interpret=True)
     parts = ("context", "q", "k", "v", "sinks")
-    for part, got, right in zip(parts, computed(kernel, ways), whole(), strict=True):
+    for part, got, right in zip(parts, computed(kernel, ways, in_stage=in_stage), whole(), strict=True):
         np.testing.assert_allclose(got, right, atol=3e-5, err_msg=part)
 
 

@@ -160,7 +160,9 @@ def _attention(
     if kernel.name == "xla_chunked":
         q, _, v, _ = operands
         block = chunked.chosen(
-            chunked.key(kernel.chip, q.shape[1], q.shape[3], v.shape[3], window, str(q.dtype))
+            chunked.key(
+                kernel.chip, context.row_tokens(q.shape[1]), q.shape[3], v.shape[3], window, str(q.dtype)
+            )
         )
     if is_divided:
         return divided.attention(operands, where, furthest, scale, softcap, kernel, CONTEXT, block)

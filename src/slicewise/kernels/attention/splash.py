@@ -13,6 +13,7 @@ from slicewise.kernels.attention import tiles
 from slicewise.kernels.attention.ring import Part
 from slicewise.kernels.attention.tiles import Tiles
 from slicewise.parallel import context
+from slicewise.parallel.rules import in_stage
 
 if TYPE_CHECKING:
     from slicewise.kernels.attention.api import Kernel
@@ -84,7 +85,7 @@ def divided_schedule(
     """(the kernel of rows that the context axis divides, how shard_map is to divide it): queries as each device has
     them, keys in order. ``operands`` as those of divided.attention."""
     q_BTNH, _, v_BTKV, _ = operands
-    ways, tokens = context.ways(), q_BTNH.shape[1]
+    ways, tokens = context.ways(), context.row_tokens(q_BTNH.shape[1])
     order_T = context.order(tokens, ways, kernel.strategy)
     assert order_T is not None
     here = tokens // ways
@@ -94,8 +95,15 @@ def divided_schedule(
     attend = make(order_T, ways, window, tile, softcap, kernel, residual_name)
     # Each array is that of one device behind that of the other. Its own method takes the backward pass for scheduled
     # as the forward one, and fails.
+    if in_stage():  # whose code is mapped over the context axis already
+        return jax.tree.map(_own, attend), jax.tree.map(lambda _: PartitionSpec(), attend)
     specs = jax.tree.map(lambda schedule: PartitionSpec(context.AXIS), attend)
     return jax.tree.map(jax.sharding.reshard, attend, specs), specs
+
+
+def _own(schedule: Any) -> jax.Array:
+    here = len(schedule) // context.ways()
+    return jax.lax.dynamic_slice_in_dim(schedule, jax.lax.axis_index(context.AXIS) * here, here)
 
 
 def make(
