@@ -28,6 +28,7 @@ from pydantic_core import PydanticCustomError
 from slicewise.catalog.model import first_problem
 from slicewise.costs.adapters import Lora as Adapters
 from slicewise.costs.layout import ContextExchange
+from slicewise.costs.remat import RematPolicy, chosen
 from slicewise.errors import UserError, did_you_mean
 
 # Mesh axes, slowest first; each has an ici_ and a dcn_ key.
@@ -330,6 +331,11 @@ class RunConfig(Part):
         """The adapters that are trained instead of the weights; None where the weights are."""
         l = self.lora
         return Adapters(l.lora_rank, l.lora_alpha, l.lora_layers, l.lora_base_dtype) if l.lora_rank else None
+
+    @property
+    def remat(self) -> RematPolicy:
+        """Raises UserError for tensors or places that there are not."""
+        return chosen(self.model.remat_policy, self.model.remat_tensors)
 
     @property
     def warmup_steps(self) -> int:

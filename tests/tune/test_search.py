@@ -12,7 +12,7 @@ from slicewise.kernels.tuned import Key
 from slicewise.tune import problems
 from slicewise.tune.kept import Kept
 from slicewise.tune.problems import Device, Problem
-from slicewise.tune.search import Search
+from slicewise.tune.search import OutOfTime, Search
 
 KEY = Key(kernel="xla_chunked", chip="cpu", shape={"tokens": 1024}, dtype="float32")
 
@@ -109,7 +109,8 @@ def test_changes_of_a_step_stay_where_they_make_it_shorter():
         ("with extra", ("scheduler", "extra=1")),
     ]
     judge = Known(step=seconds)
-    found = Search(judge, 60).run(config, [], changes, ["none", "minimal", "save_out_proj"])
+    policies = [{"remat_policy": name} for name in ("none", "minimal", "save_out_proj")]
+    found = Search(judge, 60).run(config, [], changes, policies)
     assert dict(o.split("=", 1) for o in found.overrides) == {
         "remat_policy": "minimal",
         "compiler_flags": "native-bf16",
@@ -180,9 +181,40 @@ def test_each_group_of_flags_can_be_put_on_or_off():
     assert changes["without scheduler"] == ()
     assert changes["with layer-scheduler"] == ("layer-scheduler",)  # beside the other it cannot be
     assert changes["with native-bf16"] == ("scheduler", "native-bf16")
+    twice = load_config(None, ["compiler_flags=sparsecore-all-reduce"]).config  # which is on by default
+    assert dict(problems.flag_changes(twice, "v6e"))["without sparsecore-all-reduce"] == (
+        "no-sparsecore-all-reduce",
+    )
     assert dict(problems.flag_changes(load_config(None).config, "v6e"))["without sparsecore-all-reduce"] == (
         "no-sparsecore-all-reduce",
     )
+
+
+def test_groups_that_are_on_for_one_slice_only_are_put_on_where_there_are_several():
+    config = load_config(None).config
+    assert "without sparsecore-queues" in dict(problems.flag_changes(config, "v6e"))
+    assert dict(problems.flag_changes(config, "v6e", 2))["with sparsecore-queues"] == ("sparsecore-queues",)
+
+
+def test_another_policy_than_a_custom_one_has_no_places_of_tensors():
+    config = load_config(None, ["remat_policy=custom", 'remat_tensors={context="device"}']).config
+    judge = Known(step=lambda c: 1.0 if c.model.remat_policy == "full" and not c.remat.offloaded else 2.0)
+    found = Search(judge, 60).run(config, [], [], problems.remat_changes(config))
+    assert found.overrides == ("remat_policy=full", "remat_tensors={}")
+    assert len(found.trials) == 1 + len(problems.REMAT)
+
+
+def test_what_the_judge_cuts_short_is_left_for_the_next_time():
+    def never(*_):
+        raise OutOfTime
+
+    judge = Known()
+    judge.kernel = judge.step = never
+    config = load_config(None).config
+    found = Search(judge, 60).run(config, [of_blocks(512, 128)], [], [{"remat_policy": "full"}])
+    assert (found.trials, found.entries, found.skipped) == ((), (), 4)
+    judge.kernel = lambda problem, values, until_s: (1.0, "")
+    assert Search(judge, 60).run(config, [of_blocks(512)], [], [{"remat_policy": "full"}]).skipped == 2
 
 
 def test_time_is_watched():

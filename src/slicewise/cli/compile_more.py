@@ -62,10 +62,10 @@ def check_options(arguments: argparse.Namespace) -> None:
             f"--{min(given & set(FILES))} is for what is compiled, and a restore is not; leave it out."
         )
     for name in sorted(given & set(FILES)):
-        _check_writable(name, getattr(arguments, name))
+        check_writable(name, getattr(arguments, name))
 
 
-def _check_writable(name: str, path: str) -> None:
+def check_writable(name: str, path: str) -> None:
     folder = Path(path).absolute().parent
     try:
         is_file = bool(path) and not (Path(path).exists() and Path(path).is_dir())

@@ -92,7 +92,7 @@ def _recipe(config: RunConfig, layout: Layout) -> Recipe:
     o = config.optimizer
     return replace(
         DEFAULT_RECIPE,
-        remat=remat.chosen(config.model.remat_policy, config.model.remat_tensors),
+        remat=config.remat,
         moment_bytes=MOMENTS[o.optimizer_type] * MOMENT_BYTES[o.optimizer_state_dtype],
         moment_shards=layout.total("data") if o.shard_optimizer_over_data else 1,
         moments_on_host=o.optimizer_state_memory == "host",

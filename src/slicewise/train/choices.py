@@ -17,7 +17,6 @@ from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
 from slicewise.costs.adapters import Lora
 from slicewise.costs.pipeline import check_adapters, check_remat, settled
-from slicewise.costs.remat import chosen
 from slicewise.errors import ExitCode, UserError
 from slicewise.kernels import tuned
 from slicewise.kernels.attention import api as attention
@@ -66,7 +65,7 @@ def pipeline(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> Pipeline | None:
     )
     if degrees[PIPELINE] == 1:
         return None
-    check_remat(degrees[PIPELINE], chosen(config.model.remat_policy, config.model.remat_tensors))
+    check_remat(degrees[PIPELINE], config.remat)
     if every := config.model.quantization_calibrate_every:
         raise UserError(
             f"quantization_calibrate_every = {every} does not go with a pipeline, whose stages know no ranges; set it"
@@ -133,10 +132,11 @@ def compiler_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     """
     device = mesh.devices.flat[0]
     chip = chips.of_device_kind(device.device_kind)
-    if device.platform != "tpu" or chip is None:
-        return {}
     asked, limit_kib = config.compiler.compiler_flags, config.compiler.scoped_vmem_limit_kib
-    offloads = bool(chosen(config.model.remat_policy, config.model.remat_tensors).offloaded)
+    if device.platform != "tpu" or chip is None:
+        flags.check_names(asked)  # which are without effect here: what is wrong should not wait for a TPU
+        return {}
+    offloads = bool(config.remat.offloaded)
     num_slices = len({getattr(d, "slice_index", None) or 0 for d in mesh.devices.flat})
     return dict(flags.resolve(asked, chip.name, limit_kib, offloads=offloads, num_slices=num_slices))
 
