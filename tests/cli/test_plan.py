@@ -244,7 +244,7 @@ def test_a_config_that_is_the_plan_needs_no_change(say, tmp_path):
     assert "The plan would change nothing." in say(f"plan {run} --chip v5e --topology 2x4 --remat minimal")
     text = say(f"plan {run} --chip v5e --topology 2x4 --scaling --precision int8")
     assert "Other numbers of slices" in text
-    assert re.search(r"precision +no key for it +bf16 +int8", text)
+    assert re.search(r"precision +quantization +none +int8", text)
 
 
 @pytest.mark.parametrize("command", [TRAIN, SERVE, GOODPUT])

@@ -13,6 +13,7 @@ from slicewise.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from slicewise.config import AxisDegrees, RunConfig
+    from slicewise.plan.run_config import Value
     from slicewise.tune.problems import Device
     from slicewise.tune.search import Judged, Outcome
 
@@ -144,7 +145,9 @@ def _report(arguments: argparse.Namespace, outcome: "Outcome") -> int:
     if arguments.write and outcome.overrides:
         from slicewise.plan.write import write_config
 
-        changed: dict[str, str | dict] = dict(override.split("=", 1) for override in outcome.overrides)
+        changed: dict[str, Value] = {}
+        for override in outcome.overrides:
+            key, _, changed[key] = override.partition("=")
         if "remat_tensors" in changed:
             changed["remat_tensors"] = {}  # the only place of a change is none
         write_config(arguments.write, changed, note="Found by slicewise tune.")

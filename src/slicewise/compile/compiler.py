@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slicewise.catalog.slices import Cluster
-from slicewise.config import RunConfig, resolve_degrees
+from slicewise.config import RunConfig, check_effects, resolve_degrees
 from slicewise.costs.layout import WEIGHT_AXES
+from slicewise.costs.shapes import model_shape
 from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.kernels import tuned
@@ -217,8 +218,10 @@ def check(request: Request) -> None:
     degrees = resolve_degrees(
         request.config, num_slices=cluster.num_slices, devices_per_slice=cluster.slice.devices
     )
+    spec = load_spec(request.config.model.model)
+    check_effects(request.config, model_shape(spec), degrees, cluster.num_slices)
     ways = math.prod(degrees.total(axis) for axis in WEIGHT_AXES)
-    if ways == load_spec(request.config.model.model).d_model:
+    if ways == spec.d_model:
         raise UserError(
             f"{' x '.join(WEIGHT_AXES)} parallelism {ways} leaves a device one column of each weight, on which the TPU"
             f" compiler crashes; use {ways // 2} and 2 of data parallelism."

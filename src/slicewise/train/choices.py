@@ -16,6 +16,7 @@ from slicewise.catalog import chips, flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
 from slicewise.costs.adapters import Lora
+from slicewise.costs.adapters import check as check_lora
 from slicewise.costs.pipeline import check_adapters, check_remat, settled
 from slicewise.errors import ExitCode, UserError
 from slicewise.kernels import tuned
@@ -77,11 +78,11 @@ def pipeline(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> Pipeline | None:
 
 def quantization(config: RunConfig, spec: ModelSpec) -> Quantization | None:
     """What the config's keys ask for. Raises UserError where it cannot be done."""
-    model = config.model
-    if model.quantization == "none" or not model.use_qwix_quantization:
+    model, name = config.model, config.quantization
+    if name == "none":
         return None
     how = Quantization(
-        model.quantization,
+        name,
         model.quantization_layers,
         model.quantization_scaling,
         model.quantization_tile,
@@ -111,16 +112,7 @@ def adapters(config: RunConfig, spec: ModelSpec) -> Lora | None:
     found = config.adapters
     if found is None:
         return None
-    if config.optimizer.optimizer_type == "muon":
-        raise UserError(
-            "optimizer_type = muon is for whole matrices, not for adapters of lora_rank ="
-            f" {found.rank}; choose adamw, adafactor or lion."
-        )
-    if found.base_dtype == "int8" and quantization(config, spec):
-        raise UserError(
-            f"lora_base_dtype = int8 keeps matrices that quantization = '{config.model.quantization}' would quantise"
-            " again; set one of them to bfloat16 or none."
-        )
+    check_lora(found, config.optimizer.optimizer_type, config.quantization)
     lora.check(found, spec, params.weights(spec))
     return found
 

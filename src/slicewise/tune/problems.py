@@ -91,8 +91,7 @@ def _experts(config: RunConfig, spec: ModelSpec, degrees: AxisDegrees, device: D
     tokens = config.data.sequence_length // degrees.total("context")
     rows = matmul_tiles.padded(_sequences(config, spec, degrees) * tokens * e.per_token)
     hidden, limit_kib = e.d_ff // tensor, config.compiler.scoped_vmem_limit_kib
-    is_8_bit = config.model.quantization != "none" and config.model.use_qwix_quantization
-    dtype = EIGHT_BIT[config.model.quantization] if is_8_bit else config.model.compute_dtype
+    dtype = EIGHT_BIT.get(config.quantization, config.model.compute_dtype)
     for name in ("gmm", "gmm_t", "tgmm"):
         for summed, columns in ((spec.d_model, hidden), (hidden, spec.d_model)):
             key = matmul_tiles.key(

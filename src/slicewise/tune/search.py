@@ -1,5 +1,6 @@
 """Tries settings one after the other until time is up, and keeps the best: the search that both judges share."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -124,7 +125,9 @@ class Search:
                     continue
                 setting = problem.shown(values)
                 self._next(" ".join(filter(None, (problem.key.kernel, problem.part, setting))))
-                seconds, why = self._judged(lambda v=values: self.judge.kernel(problem, v, self.until_s))
+                seconds, why = self._judged(
+                    functools.partial(self.judge.kernel, problem, values, self.until_s)
+                )
                 tried.append((values, seconds))
                 self.trials.append(Trial(problem.text, setting, seconds, why))
         finally:
@@ -188,7 +191,7 @@ class Search:
         return overrides, times
 
     def _step(self, config: RunConfig, of: str, setting: str) -> float | None:
-        seconds, why, note = self._judged(lambda: self.judge.step(config, self.until_s))
+        seconds, why, note = self._judged(functools.partial(self.judge.step, config, self.until_s))
         self.trials.append(Trial(of, setting, seconds, why, note))
         return seconds
 
