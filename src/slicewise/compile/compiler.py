@@ -30,6 +30,7 @@ from slicewise.kernels import tuned
 
 Depth = Literal["schedule", "full"]
 POLL_S = 0.05
+EXECUTABLE = "executable"  # the file of machine code in an entry of the cache, where it was asked for
 MOST_SLICES = 256  # of a queued resource
 # How the compiler calls the chips; two devices of TPU7x share a chip whatever is asked for.
 COMPILER_NAMES = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x"}
@@ -415,7 +416,8 @@ def _keep(work: Path, facts: dict[str, Any], depth: Depth, schedule: dict[str, b
             if path := next(iter(sorted((work / "dump").glob(f"module_*.{module}.*{suffix}"))), None):
                 (work / f"{name}.gz").write_bytes(gzip.compress(path.read_bytes(), 6))
                 break
-    facts["sizes"] = {path.name: path.stat().st_size for path in work.glob("*.gz")}
+    kept = [*work.glob("*.gz"), *work.glob(EXECUTABLE)]
+    facts["sizes"] = {path.name: path.stat().st_size for path in kept}
     shutil.rmtree(work / "dump")
     (work / "outcome.json").unlink(missing_ok=True)
     (work / "facts.json.tmp").write_text(json.dumps(facts))
