@@ -58,4 +58,4 @@ def test_blocks_of_attention_are_timed_here_and_used_from_then_on(capsys, tmp_pa
         assert found["skipped"] == 0
     (entry,) = tuned.own()
     assert (entry.key.chip, entry.judge, entry.values) == ("cpu", "measured", {"block": 128})
-    assert tuned.find(entry.key) == {"block": 128}
+    assert tuned.find(entry.key, ("block",)) == {"block": 128}

@@ -55,7 +55,7 @@ def of_blocks(*blocks):
 def test_the_fastest_setting_is_kept_beside_that_of_the_rule():
     judge = Known({512: 2.0, 128: 3.0, 256: 1.0, 64: "exceeds VMEM"})
     found = Search(judge, 60).run(load_config(None).config, [of_blocks(512, 128, 64, 256)], [], [])
-    assert tuned.find(KEY) == {"block": 256}
+    assert tuned.find(KEY, ("block",)) == {"block": 256}
     (entry,) = found.entries
     assert (entry.seconds, entry.untuned_seconds, entry.tried) == (1.0, 2.0, 4)
     assert [t.problem for t in found.trials] == ["", "", "exceeds VMEM", ""]
@@ -66,13 +66,13 @@ def test_what_cannot_be_faster_is_not_tried_and_the_most_promising_comes_after_t
     outcome = Search(judge, 60).run(load_config(None).config, [of_blocks(512, 128, 32, 64, 256)], [], [])
     assert judge.asked == [512, 256, 64]
     assert outcome.skipped == 0  # nothing is left to do
-    assert tuned.find(KEY) == {"block": 256}
+    assert tuned.find(KEY, ("block",)) == {"block": 256}
 
 
 def test_what_was_tried_counts_when_time_is_over_and_the_rest_is_said():
     judge = Known({512: 2.0, 128: 3.0, 256: 1.0}, most=2)
     found = Search(judge, 60).run(load_config(None).config, [of_blocks(512, 128, 256)], [], [])
-    assert tuned.find(KEY) == {"block": 512}
+    assert tuned.find(KEY, ("block",)) == {"block": 512}
     assert found.skipped == 1
     assert not Search(Known(), -1.0).run(load_config(None).config, [of_blocks(512)], [], []).trials
 
@@ -80,7 +80,7 @@ def test_what_was_tried_counts_when_time_is_over_and_the_rest_is_said():
 def test_where_nothing_compiles_nothing_is_kept():
     judge = Known({512: "no", 128: "no"})
     assert not Search(judge, 60).run(load_config(None).config, [of_blocks(512, 128)], [], []).entries
-    assert tuned.find(KEY) is None
+    assert tuned.find(KEY, ("block",)) is None
 
 
 def test_both_passes_of_a_kernel_become_one_entry():
@@ -90,7 +90,7 @@ def test_both_passes_of_a_kernel_become_one_entry():
     (entry,) = Search(judge, 60).run(load_config(None).config, [forward, backward], [], []).entries
     assert entry.values == {"a": 2, "b": 3}
     assert (entry.seconds, entry.untuned_seconds, entry.tried) == (4.0, 8.0, 4)
-    assert tuned.find(KEY) == entry.values
+    assert tuned.find(KEY, ("a", "b")) == entry.values
 
 
 def test_changes_of_a_step_stay_where_they_make_it_shorter():

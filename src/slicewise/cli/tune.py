@@ -36,6 +36,8 @@ def register(verbs: Verbs) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
+    from slicewise.kernels import tuned
+
     what = _what(arguments.only)
     seconds = quantities.minutes(arguments.minutes, "--minutes")
     if bool(arguments.chip) != bool(arguments.topology):
@@ -44,6 +46,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         raise UserError("--slices is for absent slices; give --chip and --topology too.")
     if arguments.write is not None:
         check_writable("write", arguments.write)
+    tuned.own()  # one that cannot be read should not wait for the first result
     config = load(arguments).config
     run = _compiled if arguments.chip else _measured
     return run(arguments, config, what, seconds)

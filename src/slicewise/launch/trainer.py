@@ -140,9 +140,7 @@ class Trainer:
                 self._handle(happening)
         if returncode < 0 and not self.message:
             is_out = returncode == -signal.SIGKILL and oom_kills.count() > self._kills
-            self.message = f"was killed by signal {-returncode}" + (
-                f"; {oom_kills.ADVICE}" if is_out else ""
-            )
+            self.message = f"was killed by signal {-returncode}" + (f"; {oom_kills.ADVICE}" if is_out else "")
         elif returncode > 0 and not self.message:
             self.message = f"exited with code {returncode}"
         code = self._error_code if self._error_code and returncode != ExitCode.DONE else returncode
