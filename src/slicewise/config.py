@@ -99,7 +99,7 @@ class Model(Part):
     """Layers in one round of the loop over them: the weights of the next travel beside the first's compute."""
     attention: Literal["auto", "reference", "splash", "xla_chunked"] = "auto"
     """Implementation; auto is the splash kernel on TPU and the reference elsewhere."""
-    use_max_logits_estimate: NonNegativeFloat = 0.0
+    use_max_logits_estimate: float = Field(0.0, ge=0, le=1e6)
     """Splash attention subtracts it from every logit instead of the running maximum; 0 = the maximum."""
     use_qwix_quantization: bool = True
     """False computes everything in compute_dtype, whatever quantization says."""
