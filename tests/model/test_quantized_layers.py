@@ -94,11 +94,9 @@ def right(tmp_path_factory):
 @pytest.mark.parametrize(
     ("model", "overrides", "least"),
     [
-        # A layer by itself: 0.997 over seeds, whether scales are of each step or of a calibration.
+        # Of a layer by itself: through more of them what rounding does to their weights adds up, whatever the scales.
         (ONE_LAYER, ["quantization=fp8"], 0.995),
         (ONE_LAYER, ["quantization=fp8", "quantization_calibrate_every=5"], 0.995),
-        # Through two, what rounding does to the weights of both adds up: 0.992 to 0.998 over seeds, as the scales fall.
-        (DENSE, ["quantization=fp8", "quantization_calibrate_every=5"], 0.99),
         (DENSE + EXPERTS, ["quantization=fp8"], 0.995),
         (
             DENSE + EXPERTS,
@@ -112,9 +110,8 @@ def right(tmp_path_factory):
         ),
     ],
     ids=[
-        "one layer",
-        "one layer, calibrated",
-        "dense, calibrated",
+        "dense",
+        "calibrated",
         "experts",
         "expert parallelism",
         "context parallelism",
@@ -141,8 +138,9 @@ def test_a_calibration_finds_the_largest_weights(tmp_path):
         state = step.init()
         assert not any(np.asarray(r).any() for r in state.ranges.values())
         ranges = step.calibrate(state, batch())
-    largest = float(jnp.abs(state.params.layers.wq[0].astype(jnp.bfloat16)).max())
-    assert float(ranges["layers.wq"][0, 1]) == pytest.approx(HEADROOM["int8"] * largest)
+    for layer in range(2):
+        largest = float(jnp.abs(state.params.layers.wq[layer].astype(jnp.bfloat16)).max())
+        assert float(ranges["layers.wq"][layer, 1]) == pytest.approx(HEADROOM["int8"] * largest)
 
 
 @pytest.mark.parametrize("other", ["quantization_fixed_range=8", "quantization_scaling=axis"])
