@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from slicewise.cli import hardware, quantities
+from slicewise.cli.train import load
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import UserError
 
@@ -55,7 +56,9 @@ def register(verbs: Verbs) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     if arguments.config and ("=" in arguments.config and arguments.model):
-        raise UserError(f"{arguments.config}: a key=value changes a RUN.toml, and none is given.")
+        raise UserError(
+            f"{arguments.config}: a key=value is of a config, and --model of none; write model=NAME."
+        )
     if arguments.config:
         _price(arguments)
         return
@@ -154,7 +157,6 @@ def _choices(arguments: argparse.Namespace, precision: str = "bf16") -> "Choices
 def _price(arguments: argparse.Namespace) -> None:
     """A config on a cluster, beside what the plan would do."""
     from slicewise.catalog import chips
-    from slicewise.config import load_config
     from slicewise.costs.shapes import model_shape
     from slicewise.plan import run_config, training
     from slicewise.report import training as report
@@ -167,7 +169,7 @@ def _price(arguments: argparse.Namespace) -> None:
             )
     if not arguments.topology:
         raise UserError("--topology missing: a config is priced on one cluster, such as --topology 8x8x8.")
-    config = load_config(arguments.config, arguments.overrides).config
+    config = load(arguments).config
     cluster, shape = hardware.cluster(arguments), model_shape(hardware.model(config.model.model))
     now = run_config.priced(config, shape, cluster)
     tokens = quantities.amount(arguments.tokens, "--tokens") if arguments.tokens else None
