@@ -422,10 +422,16 @@ def changed(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in flat(config).items() if value != default[key]}
 
 
-def check_effects(config: RunConfig, shape: ModelShape, degrees: "AxisDegrees", num_slices: int) -> None:
-    """Raises UserError for a key that has no effect on this model or on the layout over ``num_slices``."""
+def check_effects(
+    config: RunConfig, shape: ModelShape | None, degrees: "AxisDegrees", num_slices: int
+) -> None:
+    """Raises UserError for a key that has no effect on the model, or on the layout over ``num_slices``.
+
+    ``shape`` is None where only the devices that train need to know the model.
+    """
     asked = changed(config)
-    effects.check_model(shape, asked)
+    if shape is not None:
+        effects.check_model(shape, asked)
     effects.check_layout({axis: degrees.total(axis) for axis in AXES}, num_slices, asked)
 
 
