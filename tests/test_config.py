@@ -94,6 +94,10 @@ def test_every_leaf_key_is_unique_and_there_are_fewer_than_100():
         ("steps=2147483648", "steps = 2147483648: input should be at most 2147483647"),
         ("warmup_steps=99999999999999", "at most 2147483647"),
         ("learning_rate=inf", "learning_rate = inf: input should be a finite number"),
+        (
+            "use_max_logits_estimate=1e39",
+            "use_max_logits_estimate = 1e+39: input should be less than or equal to",
+        ),
         ("z_loss_weight=nan", "z_loss_weight = nan"),
         ("output_directory=", "output_directory = ''"),
         ("model=", "model = ''"),

@@ -26,12 +26,16 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from slicewise.catalog.model import first_problem
+from slicewise.costs import effects
 from slicewise.costs.adapters import Lora as Adapters
 from slicewise.costs.layout import ContextExchange
+from slicewise.costs.remat import RematPolicy, chosen
+from slicewise.costs.shapes import ModelShape
 from slicewise.errors import UserError, did_you_mean
 
 # Mesh axes, slowest first; each has an ici_ and a dcn_ key.
 AXES = ("data", "pipeline", "fsdp", "expert", "context", "tensor")
+STORED = "the run's config"  # origin of values that were accepted once: they are not judged again
 LARGEST = 2**31 - 1  # devices count steps and tokens in 32 bits
 
 
@@ -55,6 +59,7 @@ class Part(BaseModel):
 
 Degree = typing.Annotated[int, Field(ge=-1)]  # of parallelism: -1 fills what the other axes leave
 ContextStrategy = ContextExchange
+QuantizationName = Literal["none", "fp8", "fp8_e4m3", "int8"]
 
 
 class Run(Part):
@@ -94,11 +99,11 @@ class Model(Part):
     """Layers in one round of the loop over them: the weights of the next travel beside the first's compute."""
     attention: Literal["auto", "reference", "splash", "xla_chunked"] = "auto"
     """Implementation; auto is the splash kernel on TPU and the reference elsewhere."""
-    use_max_logits_estimate: NonNegativeFloat = 0.0
+    use_max_logits_estimate: float = Field(0.0, ge=0, le=1e6)
     """Splash attention subtracts it from every logit instead of the running maximum; 0 = the maximum."""
     use_qwix_quantization: bool = True
     """False computes everything in compute_dtype, whatever quantization says."""
-    quantization: Literal["none", "fp8", "fp8_e4m3", "int8"] = "none"
+    quantization: QuantizationName = "none"
     """8-bit products in the layers: e4m3 with e5m2 or e4m3 gradients, or int8."""
     quantization_layers: str = ".*"
     """Regular expression that a matrix's whole name in a layer must match, such as w_(gate|up|down)."""
@@ -332,6 +337,16 @@ class RunConfig(Part):
         return Adapters(l.lora_rank, l.lora_alpha, l.lora_layers, l.lora_base_dtype) if l.lora_rank else None
 
     @property
+    def quantization(self) -> QuantizationName:
+        """What is done: none where it is switched off."""
+        return self.model.quantization if self.model.use_qwix_quantization else "none"
+
+    @property
+    def remat(self) -> RematPolicy:
+        """Raises UserError for tensors or places that there are not."""
+        return chosen(self.model.remat_policy, self.model.remat_tensors)
+
+    @property
     def warmup_steps(self) -> int:
         if self.optimizer.warmup_steps is not None:
             return self.optimizer.warmup_steps
@@ -371,7 +386,7 @@ def load_config(path: str | None, overrides: Iterable[str] = ()) -> LoadedConfig
 
 def with_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
     """``config`` with ``key=value`` overrides. Raises UserError as load_config does."""
-    origins = dict.fromkeys(SECTION_OF, "the run's config")
+    origins = dict.fromkeys(SECTION_OF, STORED)
     return _validate(config.model_dump(), overrides, origins).config
 
 
@@ -387,10 +402,37 @@ def _validate(
         sections[SECTION_OF[key]][key] = _parse(key, value)
         origins[key] = "command line"
     try:
-        return LoadedConfig(RunConfig(**typing.cast(Any, sections)), origins)
+        loaded = LoadedConfig(RunConfig(**typing.cast(Any, sections)), origins)
     except ValidationError as e:
         key = str(e.errors()[0]["loc"][:2][-1])
         raise UserError(f"{first_problem(e, RunConfig)} (from {origins.get(key, 'default')})") from e
+    here = {key: value for key, value in changed(loaded.config).items() if origins[key] != STORED}
+    effects.check_keys(flat(loaded.config), here)
+    return loaded
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    """The value of every key."""
+    return {key: getattr(getattr(config, section), key) for key, section in SECTION_OF.items()}
+
+
+def changed(config: RunConfig) -> dict[str, Any]:
+    """The keys whose value is not the default."""
+    default = flat(RunConfig())
+    return {key: value for key, value in flat(config).items() if value != default[key]}
+
+
+def check_effects(
+    config: RunConfig, shape: ModelShape | None, degrees: "AxisDegrees", num_slices: int
+) -> None:
+    """Raises UserError for a key that has no effect on the model, or on the layout over ``num_slices``.
+
+    ``shape`` is None where only the devices that train need to know the model.
+    """
+    asked = changed(config)
+    if shape is not None:
+        effects.check_model(shape, asked)
+    effects.check_layout({axis: degrees.total(axis) for axis in AXES}, num_slices, asked)
 
 
 def _read_toml(path: str) -> dict[str, Any]:

@@ -164,3 +164,19 @@ def test_a_default_is_said_of_the_version_that_is_listed():
 def test_explaining_the_unknown_names_the_nearest():
     with pytest.raises(UserError, match="Did you mean 'dcn-overlap'"):
         flags.explain("dcn-overlp")
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("sparsecore-alreduce", "unknown group 'sparsecore-alreduce'. Did you mean 'sparsecore-all-reduce'?"),
+        ("no-shedulr", "Did you mean 'no-scheduler'?"),
+        ("xla_tpu_scoped_vmem_limit=3", "Did you mean 'xla_tpu_scoped_vmem_limit_kib'?"),
+        ("xla_tpu_scoped_vmem_limit_kib", "has no value; write xla_tpu_scoped_vmem_limit_kib=VALUE"),
+    ],
+)
+def test_names_are_checked_also_where_there_is_no_tpu(item, message):
+    with pytest.raises(UserError) as error:
+        flags.check_names([item])
+    assert message in str(error.value)
+    flags.check_names(["scheduler", "no-scheduler", "--xla_tpu_scoped_vmem_limit_kib=3"])

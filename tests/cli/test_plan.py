@@ -244,7 +244,7 @@ def test_a_config_that_is_the_plan_needs_no_change(say, tmp_path):
     assert "The plan would change nothing." in say(f"plan {run} --chip v5e --topology 2x4 --remat minimal")
     text = say(f"plan {run} --chip v5e --topology 2x4 --scaling --precision int8")
     assert "Other numbers of slices" in text
-    assert re.search(r"precision +no key for it +bf16 +int8", text)
+    assert re.search(r"precision +quantization +none +int8", text)
 
 
 @pytest.mark.parametrize("command", [TRAIN, SERVE, GOODPUT])
@@ -374,7 +374,10 @@ BAD = [
     ),
     (TRAIN + " --max-chips 64", "--max-chips bounds a free search: give a goal"),
     ("plan run.toml --max-chips 64 --chip v5p --topology 4x4x4", "--max-chips does not go with RUN.toml"),
-    (TRAIN + " remat_policy=full", "remat_policy=full: a key=value changes a RUN.toml, and none is given"),
+    (
+        TRAIN + " remat_policy=full",
+        "remat_policy=full: a key=value is of a config, and --model of none; write model=",
+    ),
     (TRAIN + " --write nowhere/run.toml", "nowhere/run.toml cannot be written: No such file"),
     (
         "plan --model deepseek-v3 --chip v5e --seq 4k --batch-tokens 4M --tokens 1T --min-cost --max-chips 8",

@@ -26,6 +26,8 @@ def in_this_process(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--only", "kernles"], "--only kernles: expected some of kernels, flags, remat"),
+        (["--only", ""], "--only '': expected some of kernels, flags, remat"),
+        (["--write", "absent/run.toml"], "there is no folder"),
         (["--minutes", "soon"], "--minutes soon: expected"),
         (["--minutes", "0"], "--minutes 0: expected minutes above 0, such as 20"),
         (["--minutes", "20T"], "--minutes 20T: expected minutes above 0"),
@@ -43,7 +45,7 @@ def test_bad_input_is_a_sentence(arguments, message, capsys):
 
 
 def test_says_so_where_nothing_can_be_tuned(capsys):
-    assert cli.main(["tune", "--only", "kernels,flags"]) == ExitCode.DONE
+    assert cli.main(["tune", "--only", "kernels,flags,kernels"]) == ExitCode.DONE
     assert "nothing to tune: kernels and flags have no settings on cpu" in capsys.readouterr().out
 
 
@@ -56,4 +58,4 @@ def test_blocks_of_attention_are_timed_here_and_used_from_then_on(capsys, tmp_pa
         assert found["skipped"] == 0
     (entry,) = tuned.own()
     assert (entry.key.chip, entry.judge, entry.values) == ("cpu", "measured", {"block": 128})
-    assert tuned.find(entry.key) == {"block": 128}
+    assert tuned.find(entry.key, ("block",)) == {"block": 128}

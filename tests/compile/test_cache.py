@@ -3,6 +3,7 @@
 import ast
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ def compiles(tmp_path, monkeypatch):
             "live-range.txt",
         ):
             (child.dump / f"module_0000.jit_update.x{suffix}").write_text("HloModule")
+        if child.request.serialize:
+            (child.work / compiler.EXECUTABLE).write_bytes(bytes(100))
         (child.work / "facts.json").write_text("{}")
         return {"module": "jit_update", "out_of_memory": None}
 
@@ -71,6 +74,18 @@ def test_a_damaged_entry_is_made_again(compiles, request_, name, content):
     assert len(compiles) == 2
     assert again.text("scheduled.hlo") == "HloModule"
     assert sorted(p.name for p in again.directory.parent.glob(f"{request_.key}*")) == [request_.key]
+
+
+@pytest.mark.parametrize("size", [None, 0, 60])
+def test_an_executable_of_which_a_part_is_missing_is_made_again(compiles, request_, size):
+    request = replace(request_, depth="full", serialize=True)
+    path = compile_request(request).directory / compiler.EXECUTABLE
+    path.unlink()
+    if size is not None:
+        path.write_bytes(bytes(size))
+    assert not request.is_cached
+    assert (compile_request(request).directory / compiler.EXECUTABLE).stat().st_size == 100
+    assert len(compiles) == 2
 
 
 def test_an_entry_is_whole_before_it_has_its_name(compiles, request_):

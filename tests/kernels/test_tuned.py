@@ -1,6 +1,7 @@
 """Tables of tuned settings: which entry counts, and what becomes of a damaged file."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -34,26 +35,26 @@ def entry(k=None, block=512, **changes):
 
 def test_an_entry_counts_for_its_own_key_only():
     tuned.keep(entry())
-    assert tuned.find(key()) == {"block": 512}
+    assert tuned.find(key(), ("block",)) == {"block": 512}
     for other in (
         {"chip": "v5p"},
         {"dtype": "float32"},
         {"vmem_limit_kib": 65536},
         {"shape": {"tokens": 4096}},
     ):
-        assert tuned.find(key(**other)) is None
+        assert tuned.find(key(**other), ("block",)) is None
 
 
 def test_an_entry_of_other_versions_does_not_count():
     tuned.keep(entry(versions={"jax": "0.1"}))
-    assert tuned.find(key()) is None
+    assert tuned.find(key(), ("block",)) is None
 
 
 def test_measured_comes_before_compiled_and_newer_before_older():
     tuned.keep(entry(block=1))
     tuned.keep(entry(block=2, judge="measured"))
     tuned.keep(entry(block=3))
-    assert tuned.find(key()) == {"block": 2}
+    assert tuned.find(key(), ("block",)) == {"block": 2}
     assert [e.values["block"] for e in tuned.own()] == [2, 3]
 
 
@@ -72,6 +73,8 @@ def test_a_table_reads_as_it_was_written(sizes, seconds):
         ("format = [", "is no TOML"),
         ("format = 7", "has format 7, this version reads 1"),
         ("format = 1\n[[tuned]]\nvalues = {block = 1}", "key 'key' is missing"),
+        ("format = 1\ntuned = 3", "is not iterable"),
+        ("\xff", "is no TOML"),
         ("format = 1\n[[tuned]]\nblok = 1", "unknown key 'blok'|is missing"),
     ],
 )
@@ -79,7 +82,45 @@ def test_a_damaged_table_is_refused_with_what_to_do(text, message, own_table):
     own_table.parent.mkdir(parents=True)
     own_table.write_text(text)
     with pytest.raises(UserError, match=f"({message}).*run 'slicewise tune' again"):
-        tuned.find(key())
+        tuned.find(key(), ("block",))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"), [({"block": 0}, "greater than 0"), ({"blok": 4}, "block are wanted")]
+)
+def test_values_that_the_kernel_cannot_have_are_refused(values, message, own_table):
+    own_table.parent.mkdir(parents=True)
+    own_table.write_text(tuned.text_of([entry().model_copy(update={"values": values})]))
+    with pytest.raises(UserError, match=f"{message}.*run 'slicewise tune' again"):
+        tuned.find(key(), ("block",))
+
+
+def test_tiles_that_do_not_divide_the_sequence_are_refused():
+    k = tiles.key("v6e", 8192, 128, 128)
+    wrong = tiles.values(tiles.chosen(k)) | {"kv": 384}
+    tuned.keep(entry(k).model_copy(update={"values": wrong}))
+    with pytest.raises(UserError, match="kv = 384.*multiples of 128 that divide 8192"):
+        tiles.chosen(k)
+
+
+def test_a_folder_in_place_of_the_table_is_said(own_table):
+    own_table.mkdir(parents=True)
+    for use in (lambda: tuned.keep(entry()), tuned.own):
+        with pytest.raises(UserError, match="Is a directory; ") as caught:
+            use()
+        assert caught.value.code == ExitCode.INTERNAL
+
+
+def test_two_that_tune_at_once_lose_nothing_of_each_other(own_table):
+    """Two threads have files of their own as two processes have."""
+
+    def keep_all(first):
+        for block in range(first, 61, 2):
+            tuned.keep(entry(key(shape={"tokens": block}), block=block))
+
+    with ThreadPoolExecutor() as both:
+        list(both.map(keep_all, (1, 2)))
+    assert sorted(e.values["block"] for e in tuned.own()) == list(range(1, 61))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

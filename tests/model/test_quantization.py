@@ -124,6 +124,12 @@ def test_a_pattern_without_a_matrix_is_refused():
         quantization.check(Quantization("fp8", layers="("), layers)
 
 
+@pytest.mark.parametrize("fixed", [1e-30, 1e300])
+def test_a_fixed_range_whose_scales_no_float32_could_hold_is_refused(fixed):
+    with pytest.raises(UserError, match=r"quantization_fixed_range = 1e.*expected 1e-06 to 1e\+06"):
+        quantization.check(Quantization("fp8", fixed_range=fixed), None)
+
+
 def test_needs_qwix(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'slicewise\[quantization\]'"):

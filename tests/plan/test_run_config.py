@@ -95,7 +95,6 @@ def test_a_layout_with_an_expert_axis_is_priced_and_written(dispatch):
     planned = run_config.priced(config, shape, PLACE)
     assert (planned.layout.ici.expert, planned.layout.ici.fsdp) == (4, 2)
     assert planned.recipe.expert_capacity_factor == (1.5 if dispatch else None)
-    assert run_config.beyond_config(planned) == ()
     work = run_config.workload_of(config, shape)
     values = run_config.config_values(work, planned, model="demo-moe")
     again = run_config.priced(with_overrides(RunConfig(), run_config.as_overrides(values)), shape, PLACE)
@@ -108,7 +107,6 @@ def test_a_pipeline_is_priced_and_written_with_its_microbatches_and_rounds(once)
     place = slices.cluster("v5p:4x4x4", 4)
     layout = Layout(Degrees(fsdp=32, pipeline=2), Degrees(data=2, pipeline=2), 1024, 1, 8, 2, once)
     planned = Candidate(place, layout, Recipe(), estimate(shape, place, layout, Recipe(), 4096))
-    assert run_config.beyond_config(planned) == ()
     config = config_of("sequence_length=4096", "global_batch_size=1024")
     values = run_config.config_values(run_config.workload_of(config, shape), planned, model="llama3-8b")
     asked = [values[f"pipeline_{key}"] for key in ("microbatches", "repeats", "gather")]
@@ -121,10 +119,53 @@ def test_a_pipeline_is_priced_and_written_with_its_microbatches_and_rounds(once)
     assert derived.layout.pipeline_microbatches == 16  # the fewest that idle no more than a tenth
 
 
-def test_what_no_key_can_ask_for_is_named():
+@pytest.mark.parametrize(
+    ("name", "scales"), [("fp8", []), ("fp8_e4m3", ["quantization_calibrate_every=9"]), ("int8", [])]
+)
+def test_products_in_8_bits_are_priced_and_written(name, scales):
+    shape, place = model_shape(model.load("llama3-8b")), slices.cluster("tpu7x:4x4x4")
+    asked = ["model=llama3-8b", "sequence_length=4096", "global_batch_size=512"]
+    now = run_config.priced(config_of(*asked), shape, place)
+    config = config_of(*asked, f"quantization={name}", *scales)
+    planned = run_config.priced(config, shape, place)
+    assert planned.recipe.static_scales == bool(scales)
+    # Half of what is gathered, whatever the scales are; gradients are summed as before.
+    assert planned.estimate.communication_s["fsdp"] < now.estimate.communication_s["fsdp"]
+    faster = planned.estimate.step_time_s < 0.9 * now.estimate.step_time_s
+    assert faster == (name != "int8")  # which the chip has no unit for
+    work = run_config.workload_of(config, shape)
+    values = run_config.config_values(work, planned, model="llama3-8b", quantization=name)
+    assert values["quantization"] == name
+    again = run_config.priced(with_overrides(config, run_config.as_overrides(values)), shape, place)
+    assert (again.layout, again.recipe) == (planned.layout, planned.recipe)
+    assert {(c.key, c.now, c.then) for c in run_config.changes(now, planned)} == {
+        ("quantization", "none", {"int8": "int8"}.get(name, "fp8"))
+    }
+    off = run_config.priced(
+        config_of(*asked, "quantization=fp8", "use_qwix_quantization=false"), shape, place
+    )
+    assert off.estimate == now.estimate
+
+
+@pytest.mark.parametrize("part", ["quantization_layers=w_.*", "quantization_scaling=tile"])
+def test_what_is_in_8_bits_only_in_part_is_not_priced(part):
+    with pytest.raises(UserError, match=r"only steps .* in 8 bits can be priced"):
+        run_config.priced(config_of("quantization=fp8", part), SHAPE, PLACE)
+
+
+def test_adapters_that_train_refuses_are_not_priced():
+    with pytest.raises(UserError, match="optimizer_type = muon is for whole matrices"):
+        run_config.priced(config_of("lora_rank=8", "optimizer_type=muon"), SHAPE, PLACE)
+    with pytest.raises(UserError, match="would quantise again"):
+        run_config.priced(config_of("lora_rank=8", "lora_base_dtype=int8", "quantization=fp8"), SHAPE, PLACE)
+
+
+def test_a_written_layout_takes_back_what_it_leaves_without_an_effect():
     planned = candidate(Layout(Degrees(fsdp=8), Degrees(data=2), 64))
-    beyond = replace(planned, recipe=replace(planned.recipe, precision="fp8"))
-    assert run_config.beyond_config(beyond) == ("precision fp8",)
+    values = run_config.config_values(run_config.workload_of(config_of(), SHAPE), planned, model="demo-1m")
+    asked = ("context_strategy=ring", "ici_context_parallelism=2", "pipeline_gather=microbatch")
+    config = with_overrides(RunConfig(), [*asked, *run_config.as_overrides(values)])
+    assert run_config.priced(config, SHAPE, PLACE).layout == planned.layout
 
 
 @pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
@@ -174,7 +215,7 @@ def test_a_context_axis_that_cannot_be_is_not_priced(overrides, message):
         run_config.priced(config, model_shape(model.load(config.model.model)), slices.cluster("v5e:2x4", dcn))
 
 
-def test_changes_name_the_key_or_say_there_is_none():
+def test_changes_name_the_key():
     now = candidate(Layout(Degrees(fsdp=8), Degrees(data=2), 64))
     then = candidate(Layout(Degrees(fsdp=4, context=2), Degrees(data=2), 64, 2))
     found = {c.what: c for c in run_config.changes(now, then)}

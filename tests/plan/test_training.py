@@ -8,8 +8,6 @@ from slicewise.errors import UserError
 from slicewise.plan import training
 from slicewise.plan.offers import Goal
 from slicewise.plan.operations import operations
-from slicewise.plan.run_config import beyond_config
-from slicewise.plan.search import fits
 from slicewise.plan.training import Choices
 
 LLAMA = model_shape(model.load("llama3-8b"))
@@ -78,27 +76,8 @@ def test_scaling_leaves_out_counts_that_cannot_be(plan):
     assert [p.num_slices for p in training.scaling(plan, counts=(1, 2, 513))] == [1, 2]
 
 
-def test_the_first_choice_is_written_where_a_config_can_ask_for_it():
-    tiny = model_shape(model.load("demo-1m"))
-    plan = training.plan_cluster(training.workload(tiny, 256, 2048), slices.cluster("v5e:2x4"))
-    written = training.expressible(plan)
-    assert not beyond_config(written.candidate)
-
-
-def test_else_the_fastest_that_can_be_written_says_what_it_lacks():
-    plan = training.plan_cluster(
-        WORK, slices.cluster("v5p:4x4x4", 2), run_tokens=1e12, choices=Choices(precisions=("int8",))
-    )
-    assert beyond_config(plan.best)
-    written = training.expressible(plan)
-    assert not beyond_config(written.candidate)
-    assert written.candidate.estimate.step_time_s >= plan.best.estimate.step_time_s
-    assert fits(written.candidate)
-    assert "a step against the first choice, which uses" in written.text
-
-
 def test_the_configs_own_recipe_is_among_the_choices_and_wins_ties(plan):
-    now = training.expressible(plan).candidate
+    now = plan.best
     beside = training.plan_beside(now, WORK, run_tokens=1e12)
     assert beside.best.estimate.step_time_s <= now.estimate.step_time_s
 

@@ -1,14 +1,18 @@
 """The compiler as judge of kernels, with a compiler whose answers are known."""
 
+import time
+
 import pytest
 
 from slicewise.catalog import slices
 from slicewise.compile.bundles import Region
+from slicewise.compile.compiler import CompileFailed
 from slicewise.compile.kernels import Compiled as OfKernel
 from slicewise.kernels.grouped_matmul import tiles
 from slicewise.tune.compiled import Compiled
 from slicewise.tune.kept import Kept
 from slicewise.tune.problems import Problem
+from slicewise.tune.search import OutOfTime
 
 REGIONS = Region(2000, (Region(1200, ()), Region(300, ())))
 REFUSAL = (
@@ -20,7 +24,7 @@ class Compiler:
     def __init__(self, refused):
         self.asked, self.refused = [], refused
 
-    def compile(self, key, values, part):
+    def compile(self, key, values, part, *, timeout_s):
         self.asked.append(values["columns"])
         return OfKernel(None, self.refused) if values["columns"] > 2048 else OfKernel(REGIONS)
 
@@ -35,7 +39,8 @@ def tried(refused, *columns):
     every = tuple({"rows": 512, "summed": 512, "columns": c} for c in columns)
     problem, compiler = Problem(key, "", tiles.NAMES, every), Compiler(refused)
     judge = Compiled(slices.cluster("v6e:2x2", 1), compiler, Kept("compiled"))
-    return [judge.kernel(problem, values, 0.0) for values in every], compiler.asked
+    until_s = time.monotonic() + 60
+    return [judge.kernel(problem, values, until_s) for values in every], compiler.asked
 
 
 def test_tiles_that_take_more_vmem_than_one_that_was_refused_are_not_compiled():
@@ -55,3 +60,25 @@ def test_the_least_time_is_below_that_of_any_listing():
     problem = Problem(key, "", tiles.NAMES, (values,))
     judge = Compiled(slices.cluster("v6e:2x2", 1), Compiler(""), Kept("compiled"))
     assert 0 < judge.least_s(problem, values) < judge.kernel(problem, values, 0.0)[0]
+
+
+@pytest.mark.parametrize("left_s", [0.05, 60.0])
+def test_a_compile_is_stopped_when_the_time_is_over_and_says_nothing_of_its_tile(left_s):
+    key = tiles.key("gmm", "v6e", 65536, 8192, 16384, 8, "bfloat16", 0)
+    values = {"rows": 512, "summed": 512, "columns": 1024}
+    problem, kept = Problem(key, "", tiles.NAMES, (values,)), Kept("compiled")
+
+    class Slow:
+        def compile(self, key, values, part, *, timeout_s):
+            assert timeout_s <= left_s
+            time.sleep(min(timeout_s, 0.1))
+            raise CompileFailed("a kernel took longer than that to compile")
+
+    judge = Compiled(slices.cluster("v6e:2x2", 1), Slow(), kept)
+    if left_s < 1:
+        with pytest.raises(OutOfTime):
+            judge.kernel(problem, values, time.monotonic() + left_s)
+        assert kept.get(problem, values) is None
+    else:  # of its own accord, and so it would again
+        assert judge.kernel(problem, values, time.monotonic() + left_s)[0] is None
+        assert kept.get(problem, values) is not None

@@ -12,7 +12,7 @@ from slicewise.kernels.tuned import Key
 from slicewise.tune import problems
 from slicewise.tune.kept import Kept
 from slicewise.tune.problems import Device, Problem
-from slicewise.tune.search import Search
+from slicewise.tune.search import OutOfTime, Search
 
 KEY = Key(kernel="xla_chunked", chip="cpu", shape={"tokens": 1024}, dtype="float32")
 
@@ -55,7 +55,7 @@ def of_blocks(*blocks):
 def test_the_fastest_setting_is_kept_beside_that_of_the_rule():
     judge = Known({512: 2.0, 128: 3.0, 256: 1.0, 64: "exceeds VMEM"})
     found = Search(judge, 60).run(load_config(None).config, [of_blocks(512, 128, 64, 256)], [], [])
-    assert tuned.find(KEY) == {"block": 256}
+    assert tuned.find(KEY, ("block",)) == {"block": 256}
     (entry,) = found.entries
     assert (entry.seconds, entry.untuned_seconds, entry.tried) == (1.0, 2.0, 4)
     assert [t.problem for t in found.trials] == ["", "", "exceeds VMEM", ""]
@@ -66,13 +66,13 @@ def test_what_cannot_be_faster_is_not_tried_and_the_most_promising_comes_after_t
     outcome = Search(judge, 60).run(load_config(None).config, [of_blocks(512, 128, 32, 64, 256)], [], [])
     assert judge.asked == [512, 256, 64]
     assert outcome.skipped == 0  # nothing is left to do
-    assert tuned.find(KEY) == {"block": 256}
+    assert tuned.find(KEY, ("block",)) == {"block": 256}
 
 
 def test_what_was_tried_counts_when_time_is_over_and_the_rest_is_said():
     judge = Known({512: 2.0, 128: 3.0, 256: 1.0}, most=2)
     found = Search(judge, 60).run(load_config(None).config, [of_blocks(512, 128, 256)], [], [])
-    assert tuned.find(KEY) == {"block": 512}
+    assert tuned.find(KEY, ("block",)) == {"block": 512}
     assert found.skipped == 1
     assert not Search(Known(), -1.0).run(load_config(None).config, [of_blocks(512)], [], []).trials
 
@@ -80,7 +80,7 @@ def test_what_was_tried_counts_when_time_is_over_and_the_rest_is_said():
 def test_where_nothing_compiles_nothing_is_kept():
     judge = Known({512: "no", 128: "no"})
     assert not Search(judge, 60).run(load_config(None).config, [of_blocks(512, 128)], [], []).entries
-    assert tuned.find(KEY) is None
+    assert tuned.find(KEY, ("block",)) is None
 
 
 def test_both_passes_of_a_kernel_become_one_entry():
@@ -90,7 +90,7 @@ def test_both_passes_of_a_kernel_become_one_entry():
     (entry,) = Search(judge, 60).run(load_config(None).config, [forward, backward], [], []).entries
     assert entry.values == {"a": 2, "b": 3}
     assert (entry.seconds, entry.untuned_seconds, entry.tried) == (4.0, 8.0, 4)
-    assert tuned.find(KEY) == entry.values
+    assert tuned.find(KEY, ("a", "b")) == entry.values
 
 
 def test_changes_of_a_step_stay_where_they_make_it_shorter():
@@ -109,7 +109,8 @@ def test_changes_of_a_step_stay_where_they_make_it_shorter():
         ("with extra", ("scheduler", "extra=1")),
     ]
     judge = Known(step=seconds)
-    found = Search(judge, 60).run(config, [], changes, ["none", "minimal", "save_out_proj"])
+    policies = [{"remat_policy": name} for name in ("none", "minimal", "save_out_proj")]
+    found = Search(judge, 60).run(config, [], changes, policies)
     assert dict(o.split("=", 1) for o in found.overrides) == {
         "remat_policy": "minimal",
         "compiler_flags": "native-bf16",
@@ -180,9 +181,40 @@ def test_each_group_of_flags_can_be_put_on_or_off():
     assert changes["without scheduler"] == ()
     assert changes["with layer-scheduler"] == ("layer-scheduler",)  # beside the other it cannot be
     assert changes["with native-bf16"] == ("scheduler", "native-bf16")
+    twice = load_config(None, ["compiler_flags=sparsecore-all-reduce"]).config  # which is on by default
+    assert dict(problems.flag_changes(twice, "v6e"))["without sparsecore-all-reduce"] == (
+        "no-sparsecore-all-reduce",
+    )
     assert dict(problems.flag_changes(load_config(None).config, "v6e"))["without sparsecore-all-reduce"] == (
         "no-sparsecore-all-reduce",
     )
+
+
+def test_groups_that_are_on_for_one_slice_only_are_put_on_where_there_are_several():
+    config = load_config(None).config
+    assert "without sparsecore-queues" in dict(problems.flag_changes(config, "v6e"))
+    assert dict(problems.flag_changes(config, "v6e", 2))["with sparsecore-queues"] == ("sparsecore-queues",)
+
+
+def test_another_policy_than_a_custom_one_has_no_places_of_tensors():
+    config = load_config(None, ["remat_policy=custom", 'remat_tensors={context="device"}']).config
+    judge = Known(step=lambda c: 1.0 if c.model.remat_policy == "full" and not c.remat.offloaded else 2.0)
+    found = Search(judge, 60).run(config, [], [], problems.remat_changes(config))
+    assert found.overrides == ("remat_policy=full", "remat_tensors={}")
+    assert len(found.trials) == 1 + len(problems.REMAT)
+
+
+def test_what_the_judge_cuts_short_is_left_for_the_next_time():
+    def never(*_):
+        raise OutOfTime
+
+    judge = Known()
+    judge.kernel = judge.step = never
+    config = load_config(None).config
+    found = Search(judge, 60).run(config, [of_blocks(512, 128)], [], [{"remat_policy": "full"}])
+    assert (found.trials, found.entries, found.skipped) == ((), (), 4)
+    judge.kernel = lambda problem, values, until_s: (1.0, "")
+    assert Search(judge, 60).run(config, [of_blocks(512)], [], [{"remat_policy": "full"}]).skipped == 2
 
 
 def test_time_is_watched():

@@ -153,6 +153,17 @@ def resolve(
     return dict(sorted(chosen.items()))
 
 
+def check_names(asked: Sequence[str], version: str | None = None) -> None:
+    """Raises UserError for an item of ``asked`` that no chip has."""
+    version = version or installed()
+    for item in asked:
+        word = item.strip().lstrip("-")
+        if "=" in word:
+            _known(word.partition("=")[0], version)
+        elif word not in groups() and word.removeprefix("no-") not in groups():
+            raise _unknown(word, [*groups(), *(f"no-{name}" for name in groups())])
+
+
 def explain(name: str, version: str | None = None) -> list[str]:
     """What a group or a flag is, in lines; the first is the heading. Raises UserError for an unknown name."""
     version = version or installed()
@@ -197,10 +208,7 @@ def _group(name: str, chip: str) -> Group:
         if (other := name.removeprefix("no-")) in groups():
             raise UserError(f"compiler_flags: {name}: {other} is not on by default on {chip}; leave it out.")
         known = [*groups(), *(f"no-{n}" for n, group in groups().items() if chip in group.default)]
-        raise UserError(
-            f"compiler_flags: unknown group '{name}'.{did_you_mean(name, known)} 'slicewise flags list' shows"
-            " all; a single flag is written flag=value."
-        )
+        raise _unknown(name, known)
     group = groups()[name]
     if chip not in group.chips:
         fit = ", ".join(n for n, g in groups().items() if chip in g.chips)
@@ -208,6 +216,15 @@ def _group(name: str, chip: str) -> Group:
             f"compiler_flags: {name} is for {', '.join(group.chips)} and not for {chip}, which has: {fit}."
         )
     return group
+
+
+def _unknown(name: str, known: Sequence[str]) -> UserError:
+    if name in options(installed()):
+        return UserError(f"compiler_flags: the flag '{name}' has no value; write {name}=VALUE.")
+    return UserError(
+        f"compiler_flags: unknown group '{name}'.{did_you_mean(name, known)} 'slicewise flags list' shows all; a single"
+        " flag is written flag=value."
+    )
 
 
 def _known(flag: str, version: str) -> str:

@@ -336,11 +336,13 @@ class CheckpointStore:
             expected = Leaf(tuple(leaf.shape), str(leaf.dtype), "")
             if path not in stored:
                 near = did_you_mean(path, stored)
-                raise Unfit(f"the {where} has no {path} (expected {expected}).{near}")
+                raise Unfit(f"the {where} has no {path} (expected {expected}): {advice}.{near}")
             if str(stored[path]) != str(expected):
                 raise Unfit(f"{path} is {stored[path]} in the {where}, but {expected} here: {advice}.")
         if not partial and (extra := sorted(stored.keys() - wanted.keys())):
-            raise Unfit(f"the {where} also has {extra[0]} ({stored[extra[0]]}), which has no place here.")
+            raise Unfit(
+                f"the {where} also has {extra[0]} ({stored[extra[0]]}), which has no place here: {advice}."
+            )
 
     def _damaged(self, step: int, what: str) -> UserError:
         message = f"the checkpoint of step {step} in {self.directory} {what}."

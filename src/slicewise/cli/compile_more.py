@@ -62,10 +62,10 @@ def check_options(arguments: argparse.Namespace) -> None:
             f"--{min(given & set(FILES))} is for what is compiled, and a restore is not; leave it out."
         )
     for name in sorted(given & set(FILES)):
-        _check_writable(name, getattr(arguments, name))
+        check_writable(name, getattr(arguments, name))
 
 
-def _check_writable(name: str, path: str) -> None:
+def check_writable(name: str, path: str) -> None:
     folder = Path(path).absolute().parent
     try:
         is_file = bool(path) and not (Path(path).exists() and Path(path).is_dir())
@@ -202,13 +202,13 @@ def check(arguments: argparse.Namespace, step: "CompiledStep", before: "Stored |
 
 def save_executable(step: "CompiledStep", path: str) -> str:
     """Copies the machine code to ``path``."""
-    from slicewise.compile.compiler import cache_directory
+    from slicewise.compile.compiler import EXECUTABLE, cache_directory
 
     if not step.fits:
         return f"{path}: not written, for it does not fit"
     kept = cache_directory() / step.request.key
     try:
-        code = (kept / "executable").read_bytes()
+        code = (kept / EXECUTABLE).read_bytes()
     except OSError as e:
         what = f"the executable that is kept in {kept} cannot be read: {e.strerror}; delete that folder and ask again."
         raise UserError(what, code=ExitCode.INTERNAL) from e

@@ -3,6 +3,7 @@
 import argparse
 
 from slicewise.cli.verbs import Verbs
+from slicewise.errors import UserError
 
 
 def register(verbs: Verbs) -> None:
@@ -26,10 +27,15 @@ def _list(arguments: argparse.Namespace) -> None:
     from slicewise.report.console import console
 
     chip = chips.load(arguments.chip).name if arguments.chip else None
+    found = [group for group in flags.groups().values() if chip is None or chip in group.chips]
+    if not found:
+        known = {chip: None for group in flags.groups().values() for chip in group.chips}
+        raise UserError(
+            f"there are no groups of compiler flags for {chip}; there are for {', '.join(known)}."
+        )
     made = tables.table("group", "chips", "default for", "purpose", words=4)
-    for group in flags.groups().values():
-        if chip is None or chip in group.chips:
-            made.add_row(group.name, ", ".join(group.chips), ", ".join(group.default), group.purpose)
+    for group in found:
+        made.add_row(group.name, ", ".join(group.chips), ", ".join(group.default), group.purpose)
     console().print(made)
 
 

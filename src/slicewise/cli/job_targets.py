@@ -70,7 +70,7 @@ def _spec(
     cpu_devices: int = 0,
 ) -> tuple["JobSpec", str]:
     """The job and its folder; a layout that does not fit the slices is refused. ``devices_per_host`` 0: unknown."""
-    from slicewise.config import resolve_degrees
+    from slicewise.config import check_effects, resolve_degrees
     from slicewise.launch import job
     from slicewise.launch.job_folder import JobSpec
     from slicewise.launch.policy import Budgets, Watch
@@ -78,7 +78,8 @@ def _spec(
 
     per_slice = hosts_per_slice * devices_per_host
     if devices_per_host:
-        resolve_degrees(loaded.config, num_slices=slices, devices_per_slice=per_slice)
+        degrees = resolve_degrees(loaded.config, num_slices=slices, devices_per_slice=per_slice)
+        check_effects(loaded.config, None, degrees, slices)
     elastic = loaded.config.parallelism.elastic
     if elastic != "off" and arguments.target not in ELASTIC:
         raise UserError(

@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from slicewise.cli import hardware, quantities
+from slicewise.cli.train import load
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import UserError
 
@@ -43,17 +44,21 @@ def register(verbs: Verbs) -> None:
     one.add_argument("--budget", metavar="PRICE", help="the fastest run that costs at most: 2e6")
     how = sub.add_argument_group("how")
     how.add_argument("--remat", metavar="A,B", help="only these remat policies (default: all that are known)")
-    how.add_argument("--precision", default="bf16", metavar="A,B", help="bf16, int8, fp8 (default bf16)")
+    how.add_argument(
+        "--precision", metavar="A,B", help="bf16, int8, fp8 (default that of the config, or bf16)"
+    )
     how.add_argument("--top", default="10", metavar="N", help="layouts shown (default 10)")
     how.add_argument("--scaling", action="store_true", help="also price other numbers of slices")
-    how.add_argument("--write", metavar="RUN.toml", help="write the fastest layout that a config can ask for")
+    how.add_argument("--write", metavar="RUN.toml", help="write the fastest layout into a config")
     hardware.takes_json(sub)
     hardware.takes_html(sub)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
     if arguments.config and ("=" in arguments.config and arguments.model):
-        raise UserError(f"{arguments.config}: a key=value changes a RUN.toml, and none is given.")
+        raise UserError(
+            f"{arguments.config}: a key=value is of a config, and --model of none; write model=NAME."
+        )
     if arguments.config:
         _price(arguments)
         return
@@ -138,11 +143,11 @@ def _goal(arguments: argparse.Namespace, tokens: float | None) -> "Goal | None":
     )
 
 
-def _choices(arguments: argparse.Namespace) -> "Choices":
+def _choices(arguments: argparse.Namespace, precision: str = "bf16") -> "Choices":
     from slicewise.costs import remat
     from slicewise.plan.training import Choices
 
-    precisions = tuple(arguments.precision.split(","))
+    precisions = tuple((arguments.precision or precision).split(","))
     top = max(20, quantities.whole(arguments.top, "--top"))
     if not arguments.remat:
         return Choices(precisions=precisions, top=top)
@@ -151,7 +156,7 @@ def _choices(arguments: argparse.Namespace) -> "Choices":
 
 def _price(arguments: argparse.Namespace) -> None:
     """A config on a cluster, beside what the plan would do."""
-    from slicewise.config import load_config
+    from slicewise.catalog import chips
     from slicewise.costs.shapes import model_shape
     from slicewise.plan import run_config, training
     from slicewise.report import training as report
@@ -164,20 +169,23 @@ def _price(arguments: argparse.Namespace) -> None:
             )
     if not arguments.topology:
         raise UserError("--topology missing: a config is priced on one cluster, such as --topology 8x8x8.")
-    config = load_config(arguments.config, arguments.overrides).config
+    config = load(arguments).config
     cluster, shape = hardware.cluster(arguments), model_shape(hardware.model(config.model.model))
     now = run_config.priced(config, shape, cluster)
     tokens = quantities.amount(arguments.tokens, "--tokens") if arguments.tokens else None
     work = run_config.workload_of(config, shape)
     run_tokens = tokens or config.run.steps * work.tokens
-    made = training.plan_beside(now, work, run_tokens=run_tokens, choices=_choices(arguments))
+    choices = _choices(arguments, run_config.precision_on(cluster.chip, config))
+    made = training.plan_beside(now, work, run_tokens=run_tokens, choices=choices)
     changes = run_config.changes(now, made.best)
     curve = _scaling(arguments, made)
-    written = _files(arguments, made, config.model.model, curve, now)
+    is_8_bit = config.quantization != "none"
+    note = chips.saves_bytes_only(cluster.chip, config.quantization) if is_8_bit else None
+    written = _files(arguments, made, config.model.model, curve, now, config.quantization)
     hardware.show(
         arguments,
         lambda: report.comparison(made, now, changes, scaling=curve),
-        lambda out: _comparison(out, made, now, changes, curve if arguments.scaling else ()),
+        lambda out: _comparison(out, made, now, changes, curve if arguments.scaling else (), note),
         written,
     )
 
@@ -188,10 +196,14 @@ def _comparison(
     now: "Candidate",
     changes: "Sequence[Change]",
     curve: "Sequence[ScalingPoint]",
+    note: str | None,
 ) -> None:
     from slicewise.report import training_tables
+    from slicewise.report.console import say
 
     training_tables.comparison(out, made, now, changes, curve)
+    if note:
+        say(out, note)
 
 
 def _files(
@@ -200,6 +212,7 @@ def _files(
     model: str,
     curve: "Sequence[ScalingPoint]",
     now: "Candidate | None" = None,
+    quantization: str = "none",
 ) -> list[str]:
     """Writes the page and the config that were asked for, and says which."""
     written = []
@@ -208,18 +221,19 @@ def _files(
 
         written.append(hardware.save_html(arguments.html, pages.training(made, curve, now=now)))
     if arguments.write:
-        written.append(_write(arguments, made, model))
+        written.append(_write(arguments, made, model, quantization))
     return written
 
 
-def _write(arguments: argparse.Namespace, made: "TrainingPlan", model: str) -> str:
-    from slicewise.plan import run_config, training, write
+def _write(arguments: argparse.Namespace, made: "TrainingPlan", model: str, quantization: str) -> str:
+    from slicewise.plan import run_config, write
 
-    chosen = training.expressible(made)
     tokens = quantities.amount(arguments.tokens, "--tokens") if arguments.tokens else None
-    values = run_config.config_values(made.result.workload, chosen.candidate, model=model, run_tokens=tokens)
+    values = run_config.config_values(
+        made.result.workload, made.best, model=model, run_tokens=tokens, quantization=quantization
+    )
     c = made.result.cluster
     write.write_config(
         arguments.write, values, note=f"Planned for {c.num_slices} x {c.chip.name} {c.slice.name}."
     )
-    return f"{arguments.write}: {chosen.text}"
+    return f"{arguments.write}: the first choice"

@@ -90,6 +90,7 @@ def _train_locally(arguments: argparse.Namespace, config: "RunConfig") -> int:
     from rich.console import Console
 
     from slicewise.cli import quantities
+    from slicewise.config import check_effects
     from slicewise.launch.policy import Watch
     from slicewise.launch.targets.local import parse_shape, run_local
 
@@ -99,7 +100,8 @@ def _train_locally(arguments: argparse.Namespace, config: "RunConfig") -> int:
     )
 
     shape = parse_shape(arguments.local)
-    _degrees(config, shape)  # a mismatch is refused before anything starts
+    # A mismatch is refused before anything starts.
+    check_effects(config, None, _degrees(config, shape), shape.slices)
     command = ["-m", "slicewise", "train", *filter(None, [arguments.config]), *arguments.overrides]
     command += ["--debug"] if arguments.debug else []
     here = config.local_directory

@@ -1,16 +1,19 @@
 """tune: the fastest settings of a run's kernels, compiler flags and rematerialisation, measured or by the compiler."""
 
 import argparse
+import math
 import sys
 from typing import TYPE_CHECKING
 
 from slicewise.cli import hardware, quantities
+from slicewise.cli.compile_more import check_writable
 from slicewise.cli.train import load, takes_config
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from slicewise.config import AxisDegrees, RunConfig
+    from slicewise.plan.run_config import Value
     from slicewise.tune.problems import Device
     from slicewise.tune.search import Judged, Outcome
 
@@ -33,21 +36,26 @@ def register(verbs: Verbs) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
+    from slicewise.kernels import tuned
+
     what = _what(arguments.only)
     seconds = quantities.minutes(arguments.minutes, "--minutes")
     if bool(arguments.chip) != bool(arguments.topology):
         raise UserError("absent slices need --chip and --topology, such as --chip v6e --topology 16x16.")
     if arguments.slices and not arguments.chip:
         raise UserError("--slices is for absent slices; give --chip and --topology too.")
+    if arguments.write is not None:
+        check_writable("write", arguments.write)
+    tuned.own()  # one that cannot be read should not wait for the first result
     config = load(arguments).config
     run = _compiled if arguments.chip else _measured
     return run(arguments, config, what, seconds)
 
 
 def _what(text: str | None) -> tuple[str, ...]:
-    asked = WHAT if text is None else tuple(word.strip() for word in text.split(","))
+    asked = WHAT if text is None else tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     if unknown := [word for word in asked if word not in WHAT]:
-        raise UserError(f"--only {unknown[0]}: expected some of {', '.join(WHAT)}.")
+        raise UserError(f"--only {unknown[0] or repr(text)}: expected some of {', '.join(WHAT)}.")
     return asked
 
 
@@ -120,7 +128,9 @@ def _search(
 
     spec = load_spec(config.model.model)
     found = problems.kernels(config, spec, degrees, device) if "kernels" in what else ()
-    flags = problems.flag_changes(config, device.chip) if "flags" in what else []
+    flags = (
+        problems.flag_changes(config, device.chip, math.prod(degrees.dcn.values())) if "flags" in what else []
+    )
     remat = problems.remat_changes(config) if "remat" in what else []
     if not (found or flags or remat):
         print(f"nothing to tune: {' and '.join(what)} have no settings on {device.chip} for this config.")
@@ -138,7 +148,11 @@ def _report(arguments: argparse.Namespace, outcome: "Outcome") -> int:
     if arguments.write and outcome.overrides:
         from slicewise.plan.write import write_config
 
-        changed = dict(override.split("=", 1) for override in outcome.overrides)
+        changed: dict[str, Value] = {}
+        for override in outcome.overrides:
+            key, _, changed[key] = override.partition("=")
+        if "remat_tensors" in changed:
+            changed["remat_tensors"] = {}  # the only place of a change is none
         write_config(arguments.write, changed, note="Found by slicewise tune.")
         written.append(arguments.write)
     hardware.show(

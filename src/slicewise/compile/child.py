@@ -50,6 +50,7 @@ def compile_program(request: dict[str, Any], directory: Path) -> None:
     import jax
 
     from slicewise.catalog import slices
+    from slicewise.compile.compiler import EXECUTABLE
     from slicewise.compile.programs import build_program
     from slicewise.compile.target import absent_devices
     from slicewise.config import RunConfig
@@ -80,7 +81,7 @@ def compile_program(request: dict[str, Any], directory: Path) -> None:
     part.replace(directory / "facts.json")  # the process that watches must not read half of it
     compiled = lowered.compile()
     if request["serialize"]:
-        (directory / "executable").write_bytes(executable.dumps(compiled))
+        (directory / EXECUTABLE).write_bytes(executable.dumps(compiled))
 
 
 def held_arrays(config: Any, mesh: Any) -> dict[str, Any]:

@@ -21,14 +21,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slicewise.catalog.slices import Cluster
-from slicewise.config import RunConfig, resolve_degrees
+from slicewise.config import RunConfig, check_effects, resolve_degrees
 from slicewise.costs.layout import WEIGHT_AXES
+from slicewise.costs.shapes import model_shape
 from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.kernels import tuned
 
 Depth = Literal["schedule", "full"]
 POLL_S = 0.05
+EXECUTABLE = "executable"  # the file of machine code in an entry of the cache, where it was asked for
 MOST_SLICES = 256  # of a queued resource
 # How the compiler calls the chips; two devices of TPU7x share a chip whatever is asked for.
 COMPILER_NAMES = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x"}
@@ -217,8 +219,10 @@ def check(request: Request) -> None:
     degrees = resolve_degrees(
         request.config, num_slices=cluster.num_slices, devices_per_slice=cluster.slice.devices
     )
+    spec = load_spec(request.config.model.model)
+    check_effects(request.config, model_shape(spec), degrees, cluster.num_slices)
     ways = math.prod(degrees.total(axis) for axis in WEIGHT_AXES)
-    if ways == load_spec(request.config.model.model).d_model:
+    if ways == spec.d_model:
         raise UserError(
             f"{' x '.join(WEIGHT_AXES)} parallelism {ways} leaves a device one column of each weight, on which the TPU"
             f" compiler crashes; use {ways // 2} and 2 of data parallelism."
@@ -412,7 +416,8 @@ def _keep(work: Path, facts: dict[str, Any], depth: Depth, schedule: dict[str, b
             if path := next(iter(sorted((work / "dump").glob(f"module_*.{module}.*{suffix}"))), None):
                 (work / f"{name}.gz").write_bytes(gzip.compress(path.read_bytes(), 6))
                 break
-    facts["sizes"] = {path.name: path.stat().st_size for path in work.glob("*.gz")}
+    kept = [*work.glob("*.gz"), *work.glob(EXECUTABLE)]
+    facts["sizes"] = {path.name: path.stat().st_size for path in kept}
     shutil.rmtree(work / "dump")
     (work / "outcome.json").unlink(missing_ok=True)
     (work / "facts.json.tmp").write_text(json.dumps(facts))

@@ -38,11 +38,14 @@ def proposals(config: RunConfig, cluster: Cluster) -> list[Fix]:
     """
     shape = model_shape(load_spec(config.model.model))
     now = priced(config, shape, cluster).estimate
-    changes: list[tuple[str, ...]] = [(f"remat_policy={name}",) for name in REMAT]
+    nowhere = ("remat_tensors={}",) if config.model.remat_tensors else ()
+    changes: list[tuple[str, ...]] = [(f"remat_policy={name}", *nowhere) for name in REMAT]
     changes.append(("remat_policy=custom", f"remat_tensors={OFFLOADED}"))
     steps = config.optimizer.gradient_accumulation_steps
     changes += [(f"gradient_accumulation_steps={steps * n}",) for n in (2, 4, 8)]
-    changes += [("remat_policy=full", f"gradient_accumulation_steps={steps * n}") for n in (2, 4, 8)]
+    changes += [
+        ("remat_policy=full", *nowhere, f"gradient_accumulation_steps={steps * n}") for n in (2, 4, 8)
+    ]
     changes += [("optimizer_state_dtype=bfloat16",), ("optimizer_state_memory=host",)]
     if config.parallelism.ici_data_parallelism != 1:
         changes.append(("ici_data_parallelism=1", "ici_fsdp_parallelism=-1"))

@@ -100,8 +100,8 @@ class KernelCompiler:
         assert process.stdin is not None
         process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
-        answer = self._answer(process, timeout_s)
         try:
+            answer = self._answer(process, timeout_s)
             if answer["error"]:
                 return Compiled(None, _said(answer["error"]))
             return Compiled(self._regions(call))

@@ -12,7 +12,14 @@ from slicewise.config import RunConfig, with_overrides
 from slicewise.costs.shapes import model_shape
 from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
-from slicewise.plan.run_config import Value, as_overrides, beyond_config, config_values, priced, workload_of
+from slicewise.plan.run_config import (
+    Value,
+    as_overrides,
+    config_values,
+    precision_on,
+    priced,
+    workload_of,
+)
 from slicewise.plan.search import Candidate, Workload, remat_candidates, search
 
 
@@ -117,9 +124,10 @@ def _priced_s(config: RunConfig, cluster: Cluster) -> float | None:
 
 
 def _meshes(config: RunConfig, cluster: Cluster, most: int) -> list[Trial]:
-    """The planner's best layouts that a config can ask for, the fastest first."""
+    """The planner's best layouts, the fastest first."""
     work = workload_of(config, model_shape(load_spec(config.model.model)))
-    ranked = search(work, cluster, top=10 * most, families=False).ranked
+    precisions = (precision_on(cluster.chip, config),)
+    ranked = search(work, cluster, precisions=precisions, top=10 * most, families=False).ranked
     return list(itertools.islice(_proposals(config, work, ranked, [config]), most))
 
 
@@ -140,11 +148,10 @@ def _policies(config: RunConfig, cluster: Cluster, trials: Sequence[Trial], most
 def _proposals(
     config: RunConfig, work: Workload, candidates: Iterable[Candidate], tried: Sequence[RunConfig]
 ) -> Iterator[Trial]:
-    """Those of ``candidates`` that a config can ask for and that are not among ``tried``."""
+    """Those of ``candidates`` that are not among ``tried``."""
     for candidate in candidates:
-        if beyond_config(candidate):
-            continue
         values = config_values(work, candidate, model=config.model.model)
+        del values["quantization"]  # which stays what it is
         proposal = with_overrides(config, as_overrides(values))
         if proposal not in tried:
             planned_s = candidate.estimate.step_time_s

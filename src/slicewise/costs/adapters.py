@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 
 from slicewise.costs.shapes import Layer, Matmul, ModelShape
+from slicewise.errors import UserError
 
 FROZEN_BYTES = {"bfloat16": 2.0, "float32": 4.0, "int8": 1.0}
 # Outputs of matrices (see costs.shapes) -> the matrix's name within its layer, plain and of latent attention.
@@ -33,6 +34,25 @@ class Lora:
     def adapts(self, name: str) -> bool:
         """Whether the dense matrix called ``name`` within its layer has an adapter."""
         return not self.layers or re.fullmatch(self.layers, name) is not None
+
+
+def check(lora: Lora | None, optimizer_type: str, quantization: str) -> None:
+    """Raises UserError for an optimiser that is not for adapters, and for matrices that would be quantised twice.
+
+    ``quantization`` is none where it is switched off.
+    """
+    if lora is None:
+        return
+    if optimizer_type == "muon":
+        raise UserError(
+            f"optimizer_type = muon is for whole matrices, not for adapters of lora_rank = {lora.rank}; choose adamw,"
+            " adafactor or lion."
+        )
+    if lora.base_dtype == "int8" and quantization != "none":
+        raise UserError(
+            f"lora_base_dtype = int8 keeps matrices that quantization = '{quantization}' would quantise again; set one"
+            " of them to bfloat16 or none."
+        )
 
 
 def with_adapters(shape: ModelShape, lora: Lora | None) -> ModelShape:

@@ -83,12 +83,15 @@ ContextExchange = Literal["all_gather", "ring", "ulysses"]
 CONTEXT_EXCHANGES: tuple[ContextExchange, ...] = get_args(ContextExchange)
 
 
+Precision = Literal["bf16", "int8", "fp8"]
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How the step is executed, apart from its layout."""
 
     remat: RematPolicy = POLICIES["full"]
-    precision: Literal["bf16", "int8", "fp8"] = "bf16"
+    precision: Precision = "bf16"
     static_scales: bool = False  # quantisation without a pass that finds the largest value
     attention: AttentionKernel = FLASH
     expert_capacity_factor: float | None = None  # None = dropless (grouped matmul)

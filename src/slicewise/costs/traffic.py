@@ -52,7 +52,9 @@ def weight_moves(layer: Layer, layout: Layout, recipe: Recipe) -> Moves:
 
 
 def _gathered(degrees: Mapping[str, Number], layout: Layout, whole_bytes: Number, recipe: Recipe) -> Moves:
-    eighth = 0.5 if recipe.static_scales and recipe.precision != "bf16" else 1.0
+    # Where it was not built here, weights whose scales are found in each step travel before they are quantised.
+    is_8_bit = recipe.precision != "bf16" and (recipe.static_scales or recipe.as_compiled_here)
+    eighth = 0.5 if is_8_bit else 1.0
     return _over_both("all-gather", degrees, layout, eighth * whole_bytes, 1, 1)
 
 

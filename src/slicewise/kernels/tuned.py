@@ -4,25 +4,28 @@ An entry counts only where kernel, chip, shape, dtype, VMEM limit and the versio
 compiler may refuse what it took. What no entry is for keeps the rules beside each kernel.
 """
 
+import contextlib
+import errno
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
 import json
 import os
-import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PositiveInt, ValidationError
 
 from slicewise.catalog.model import Record, first_problem
-from slicewise.errors import ExitCode, UserError
+from slicewise.errors import ExitCode, UserError, write_whole
 
 FORMAT = 1
 PACKAGES = ("jax", "libtpu", "tokamax")  # that decide what a kernel becomes; those that are installed
+ADVICE = "move it away and run 'slicewise tune' again"
 Judge = Literal["measured", "compiled"]
 
 
@@ -47,7 +50,7 @@ class Entry(Record):
     """The best values found for ``key``, beside what the rules give. ``seconds`` are of one call, as judged."""
 
     key: Key
-    values: Mapping[str, int]
+    values: Mapping[str, PositiveInt]
     versions: Mapping[str, str]
     judge: Judge
     seconds: float = Field(gt=0, allow_inf_nan=False)
@@ -57,16 +60,25 @@ class Entry(Record):
     tried: int = Field(ge=1)
 
 
-def find(key: Key) -> Mapping[str, int] | None:
+def find(key: Key, names: Collection[str]) -> Mapping[str, int] | None:
     """The values for ``key``: those of your own table before those of the package, measured before compiled.
 
-    Raises UserError for a table of your own that cannot be read.
+    Raises UserError for a table of your own that cannot be read, or whose values are not those that ``names`` says.
     """
     for table in (own(), shipped()):
         fitting = [e for e in table if e.key == key and e.versions == versions()]
         if fitting:
-            return min(fitting, key=lambda e: e.judge != "measured").values
+            values = min(fitting, key=lambda e: e.judge != "measured").values
+            if set(values) != set(names):
+                raise wrong(key, values, f"{' and '.join(names)} are wanted")
+            return values
     return None
+
+
+def wrong(key: Key, values: Mapping[str, int], why: str) -> UserError:
+    """What values of your own table for ``key`` end with that the kernel cannot have."""
+    shown = ", ".join(f"{name} = {value}" for name, value in values.items())
+    return UserError(f"{own_path()}: {shown} for {key.text}: {why}; {ADVICE}.")
 
 
 @functools.cache
@@ -108,23 +120,47 @@ def own() -> tuple[Entry, ...]:
 def _read(path: Path, changed_ns: int, size: int) -> tuple[Entry, ...]:
     try:
         return _parsed(path.read_text(encoding="utf-8-sig"), str(path))
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: {e}.", code=ExitCode.INTERNAL) from e
+    except OSError as e:
+        raise UserError(
+            f"{path} cannot be read: {e.strerror}; {ADVICE}.",
+            code=ExitCode.INTERNAL,
+        ) from e
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is no text: {e}; {ADVICE}.") from e
 
 
 def _parsed(text: str, where: str) -> tuple[Entry, ...]:
-    advice = "move it away and run 'slicewise tune' again"
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
-        raise UserError(f"{where} is no TOML: {e}; {advice}.") from e
+        raise UserError(f"{where} is no TOML: {e}; {ADVICE}.") from e
     if table.get("format") != FORMAT:
-        raise UserError(f"{where} has format {table.get('format')}, this version reads {FORMAT}; {advice}.")
+        raise UserError(f"{where} has format {table.get('format')}, this version reads {FORMAT}; {ADVICE}.")
     try:
         return tuple(Entry(**entry) for entry in table.get("tuned", ()))
     except (ValidationError, TypeError) as e:
         problem = first_problem(e, Entry) if isinstance(e, ValidationError) else str(e)
-        raise UserError(f"{where}: {problem}; {advice}.") from e
+        raise UserError(f"{where}: {problem}; {ADVICE}.") from e
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """No other process changes ``path`` within, which may be absent, as its folder may.
+
+    Raises UserError where there can be no file.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with path.with_name(f".{path.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as e:
+        raise UserError(
+            f"{path} cannot be written: {e.strerror}; set XDG_CACHE_HOME to a place that can be written.",
+            code=ExitCode.INTERNAL,
+        ) from e
 
 
 def keep(entry: Entry) -> None:
@@ -136,15 +172,10 @@ def keep(entry: Entry) -> None:
     def same(other: Entry) -> bool:
         return (other.key, other.versions, other.judge) == (entry.key, entry.versions, entry.judge)
 
-    entries = [*(e for e in own() if not same(e)), entry]
     path = own_path()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix="tuned.", delete=False) as file:
-            file.write(text_of(entries))
-        Path(file.name).replace(path)
-    except OSError as e:
-        raise UserError(f"{path} cannot be written: {e.strerror}.", code=ExitCode.INTERNAL) from e
+    with alone(path):
+        entries = [*(e for e in own() if not same(e)), entry]
+        write_whole(path, text_of(entries).encode(), str(path))
 
 
 def text_of(entries: Sequence[Entry]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from slicewise.errors import ExitCode
-from slicewise.launch import out_of_memory
+from slicewise.launch import oom_kills
 from slicewise.launch.output import CHATTER
 from slicewise.launch.processes import KILL_WAIT_S, Asked, Child, Exited, Gang, Happening, Lines, Reported
 from slicewise.launch.watchdog import Watchdog
@@ -70,7 +70,7 @@ class _Failure:
         if code is None:
             return "reported an error and did not end"
         if code < 0:
-            why = f"; {out_of_memory.ADVICE}" if self.out_of_memory else ""
+            why = f"; {oom_kills.ADVICE}" if self.out_of_memory else ""
             return f"was killed by {_signal_name(-code)}{why}"
         meaning = {
             ExitCode.RESTART: " (asks for a restart)",
@@ -107,7 +107,7 @@ class Attempt:
     heard: set[int] = field(default_factory=set)  # those that have reported anything: they have begun
     abandoned: bool = False  # another attempt has taken its place
     next_orders_s: float = 0.0
-    kills: int = field(default_factory=out_of_memory.kills)  # for want of memory, before this attempt
+    kills: int = field(default_factory=oom_kills.count)  # for want of memory, before this attempt
 
     def watch(self) -> None:
         """Returns when all processes have ended, or could not be killed."""
@@ -205,7 +205,7 @@ class Attempt:
             self._allow(self.failure_grace_s)  # it saved nothing, so the others cannot either
         elif child.index not in self.failures:  # else its report came first
             is_killed = child.returncode == -signal.SIGKILL
-            self._on_failure(_Failure(child, out_of_memory=is_killed and out_of_memory.kills() > self.kills))
+            self._on_failure(_Failure(child, out_of_memory=is_killed and oom_kills.count() > self.kills))
 
     def _on_failure(self, failure: _Failure) -> None:
         if failure.child.index in self.failures:

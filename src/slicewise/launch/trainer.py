@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from slicewise.errors import ExitCode
-from slicewise.launch import out_of_memory
+from slicewise.launch import oom_kills
 from slicewise.launch.output import CHATTER
 from slicewise.launch.policy import Watch
 from slicewise.launch.processes import Asked, Child, Command, Exited, Gang, Happening, Lines, Reported
@@ -40,7 +40,7 @@ class Trainer:
         self._is_told = False  # to save and stop: a second SIGTERM would end it before it has
         self._error_code: int | None = None  # which says more than how the process ended afterwards
         self.code: int | None = None
-        self._kills = out_of_memory.kills()
+        self._kills = oom_kills.count()
         self.message = ""
         self.asked: signal.Signals | None = None  # by the platform, to stop
         self.ended = 0.0  # Unix time
@@ -139,10 +139,8 @@ class Trainer:
             if not isinstance(happening, Exited):
                 self._handle(happening)
         if returncode < 0 and not self.message:
-            is_out = returncode == -signal.SIGKILL and out_of_memory.kills() > self._kills
-            self.message = f"was killed by signal {-returncode}" + (
-                f"; {out_of_memory.ADVICE}" if is_out else ""
-            )
+            is_out = returncode == -signal.SIGKILL and oom_kills.count() > self._kills
+            self.message = f"was killed by signal {-returncode}" + (f"; {oom_kills.ADVICE}" if is_out else "")
         elif returncode > 0 and not self.message:
             self.message = f"exited with code {returncode}"
         code = self._error_code if self._error_code and returncode != ExitCode.DONE else returncode

@@ -3,13 +3,16 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from slicewise.catalog.chips import Chip
 from slicewise.catalog.slices import Cluster
-from slicewise.config import AXES, SECTION_OF, RunConfig, resolve_degrees, toml
+from slicewise.config import AXES, SECTION_OF, RunConfig, check_effects, resolve_degrees, toml
 from slicewise.costs import remat
+from slicewise.costs.adapters import check as check_lora
 from slicewise.costs.adapters import with_adapters
 from slicewise.costs.layout import AXES as ALL_AXES
-from slicewise.costs.layout import Degrees, Layout, Recipe
+from slicewise.costs.layout import Degrees, Layout, Precision, Recipe
 from slicewise.costs.pipeline import settled
 from slicewise.costs.shapes import ModelShape
 from slicewise.costs.step import estimate
@@ -24,6 +27,8 @@ MOMENTS = {
     "muon": 1,
     "adafactor": 0,
 }  # as large as the weights that each optimiser keeps
+# quantization of a config -> precision of a recipe
+PRECISIONS: Mapping[str, Precision] = {"none": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8", "int8": "int8"}
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 
 
@@ -46,6 +51,7 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
             " set compute_dtype=bfloat16."
         )
     degrees = resolve_degrees(config, num_slices=cluster.num_slices, devices_per_slice=cluster.slice.devices)
+    check_effects(config, shape, degrees, cluster.num_slices)
     if degrees.dcn["expert"] > 1:
         raise UserError(
             f"dcn_expert_parallelism = {degrees.dcn['expert']}: experts that are divided between slices cannot be"
@@ -59,6 +65,7 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
     work = workload_of(config, shape)
     steps = config.optimizer.gradient_accumulation_steps
     layout = Layout(Degrees(**degrees.ici), Degrees(**degrees.dcn), work.global_batch, steps)
+    check_lora(config.adapters, config.optimizer.optimizer_type, config.quantization)
     layout = _with_pipeline(config, shape, layout)
     check_layout(shape, cluster, layout, work.seq)
     recipe = _recipe(config, layout)
@@ -86,12 +93,39 @@ def _with_pipeline(config: RunConfig, shape: ModelShape, layout: Layout) -> Layo
     )
 
 
+def precision_on(chip: Chip, config: RunConfig) -> Precision:
+    """What products of ``config`` are computed in: bf16 where the chip has no unit for its 8 bits."""
+    asked = PRECISIONS[config.quantization]
+    rates = {"int8": chip.int8_flops_per_s, "fp8": chip.fp8_flops_per_s}
+    return asked if rates.get(asked) else "bf16"
+
+
+def _arithmetic(config: RunConfig) -> dict[str, Any]:
+    """Fields of the recipe. Raises UserError for products in 8 bits that no rate is known of."""
+    model = config.model
+    if config.quantization == "none":
+        return {}
+    if model.quantization_layers != ".*":
+        raise UserError(
+            f"quantization_layers = '{model.quantization_layers}': only steps with all their matrices in 8 bits can be"
+            " priced; leave it out."
+        )
+    if model.quantization_scaling == "tile":
+        raise UserError(
+            "quantization_scaling = tile: only steps whose products are in 8 bits can be priced; set it to tensor or"
+            " axis."
+        )
+    is_static = model.quantization_calibrate_every > 0 or model.quantization_fixed_range > 0
+    return {"precision": PRECISIONS[config.quantization], "static_scales": is_static}
+
+
 def _recipe(config: RunConfig, layout: Layout) -> Recipe:
     """How ``train`` executes the step of ``config``."""
     o = config.optimizer
     return replace(
         DEFAULT_RECIPE,
-        remat=remat.chosen(config.model.remat_policy, config.model.remat_tensors),
+        remat=config.remat,
+        **_arithmetic(config),
         moment_bytes=MOMENTS[o.optimizer_type] * MOMENT_BYTES[o.optimizer_state_dtype],
         moment_shards=layout.total("data") if o.shard_optimizer_over_data else 1,
         moments_on_host=o.optimizer_state_memory == "host",
@@ -102,29 +136,24 @@ def _recipe(config: RunConfig, layout: Layout) -> Recipe:
     )
 
 
-def beyond_config(candidate: Candidate) -> tuple[str, ...]:
-    """What the layout uses that no key of a run's config can ask for; empty when it can be written."""
-    found = []
-    for network, degrees in (("ici", candidate.layout.ici), ("dcn", candidate.layout.dcn)):
-        for axis in ALL_AXES:
-            degree = int(getattr(degrees, axis))
-            if degree > 1 and axis not in AXES:
-                found.append(f"{network} {axis} {degree}")
-    if candidate.recipe.precision != "bf16":
-        found.append(f"precision {candidate.recipe.precision}")
-    return tuple(found)
-
-
 def config_values(
-    work: Workload, candidate: Candidate, *, model: str, run_tokens: float | None = None
+    work: Workload,
+    candidate: Candidate,
+    *,
+    model: str,
+    run_tokens: float | None = None,
+    quantization: str = "none",
 ) -> dict[str, Value]:
-    """The config keys that make ``train`` run ``candidate``; ``model`` is what the user called the model."""
-    assert not beyond_config(candidate), candidate
-    layout = candidate.layout
+    """The config keys that make ``train`` run ``candidate``; ``model`` is what the user called the model.
+
+    ``quantization`` is that of the config, which stays where it is of the candidate's precision.
+    """
+    layout, precision = candidate.layout, candidate.recipe.precision
     policy, places = remat.keys(candidate.recipe.remat)
     values: dict[str, Value] = {
         "model": model,
         "compute_dtype": "bfloat16",
+        "quantization": quantization if PRECISIONS[quantization] == precision else _quantization(precision),
         "remat_policy": policy,
         "remat_tensors": places,
         "sequence_length": work.seq,
@@ -133,13 +162,13 @@ def config_values(
     for network, degrees in (("ici", layout.ici), ("dcn", layout.dcn)):
         for axis in AXES:
             values[f"{network}_{axis}_parallelism"] = int(getattr(degrees, axis))
-    if layout.ici.context > 1:
-        values["context_strategy"] = candidate.recipe.context_exchange
+    is_divided = layout.ici.context > 1
+    values["context_strategy"] = candidate.recipe.context_exchange if is_divided else "all_gather"
     values["gradient_accumulation_steps"] = int(layout.accumulation_steps)
     staged = layout.total("pipeline") > 1
     values["pipeline_microbatches"] = int(layout.pipeline_microbatches) if staged else 0
     values["pipeline_repeats"] = int(layout.pipeline_repeats)
-    values["pipeline_gather"] = "step" if layout.pipeline_gathers_once else "microbatch"
+    values["pipeline_gather"] = "step" if layout.pipeline_gathers_once or not staged else "microbatch"
     if work.shape.routed_parameters:
         factor = candidate.recipe.expert_capacity_factor
         values |= (
@@ -155,11 +184,10 @@ def config_values(
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that the plan does otherwise than the config. ``key`` is None where no key, or no value of it, can ask
-    for it."""
+    """One thing that the plan does otherwise than the config."""
 
     what: str
-    key: str | None
+    key: str
     now: str
     then: str
 
@@ -184,12 +212,15 @@ def changes(now: Candidate, then: Candidate) -> tuple[Change, ...]:
     if then.layout.ici.context > 1:
         exchanges = (now.recipe.context_exchange, then.recipe.context_exchange)
         found.append(("context strategy", "context_strategy", *exchanges))
-    found.append(("precision", "", now.recipe.precision, then.recipe.precision))
-    return tuple(
-        Change(what, key if key in SECTION_OF else None, str(old), str(new))
-        for what, key, old, new in found
-        if old != new
-    )
+    named = [_quantization(x.recipe.precision) for x in (now, then)]
+    found.append(("precision", "quantization", named[0], named[1]))
+    assert {key for _, key, *_ in found} <= set(SECTION_OF)
+    return tuple(Change(what, key, str(old), str(new)) for what, key, old, new in found if old != new)
+
+
+def _quantization(precision: str) -> str:
+    """The plainest value of the key ``quantization`` for a recipe's precision."""
+    return {"bf16": "none"}.get(precision, precision)
 
 
 def _shown(candidate: Candidate) -> str:

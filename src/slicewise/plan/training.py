@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from slicewise.catalog import slices
 from slicewise.catalog.chips import Chip
 from slicewise.catalog.slices import Cluster
-from slicewise.costs.layout import Recipe
+from slicewise.costs.layout import Precision
 from slicewise.costs.remat import RematPolicy
 from slicewise.costs.shapes import ModelShape
 from slicewise.errors import UserError, did_you_mean
@@ -16,8 +16,7 @@ from slicewise.plan.offers import Goal, Offer, clusters_of, free_search, run_cos
 from slicewise.plan.search import SEARCHED_POLICIES, Candidate, SearchResult, Workload, search
 
 MAX_CHIPS = 4096  # of a free search, unless told otherwise
-PRECISIONS = typing.get_args(Recipe.__annotations__["precision"])
-EVERY = 100_000  # more layouts than any search ranks
+PRECISIONS = typing.get_args(Precision)
 
 
 @dataclass(frozen=True)
@@ -143,40 +142,3 @@ def scaling(plan: TrainingPlan, *, counts: Sequence[int] = ()) -> tuple[ScalingP
             continue
         points.append(ScalingPoint(count, cluster.chips, result.ranked[0]))
     return tuple(points)
-
-
-@dataclass(frozen=True)
-class Writable:
-    """The fastest layout that a run's config can ask for, and how it stands to the first choice."""
-
-    candidate: Candidate
-    text: str
-
-
-def expressible(plan: TrainingPlan) -> Writable:
-    """The first choice where a config can ask for it, else the fastest that it can.
-
-    Raises UserError when none that fits can be written.
-    """
-    # Of all plans only this needs the schema of run configs, which takes a while to import.
-    from slicewise.plan.run_config import beyond_config
-
-    lacking = beyond_config(plan.best)
-    if not lacking:
-        return Writable(plan.best, "the first choice")
-    r = plan.result
-    # Of each layout the search keeps the fastest recipe, and whether it can be written is up to the layout alone.
-    ranked = search(r.workload, r.cluster, top=EVERY, families=False).ranked
-    able = [c for c in ranked if not beyond_config(c)]
-    found = min(able, key=lambda c: c.estimate.step_time_s, default=None)
-    if found is None:
-        raise UserError(
-            f"the plan uses {', '.join(lacking)}, which a run's config cannot ask for, and no layout without"
-            " them fits; take more chips or a smaller batch."
-        )
-    slower = found.estimate.step_time_s / plan.best.estimate.step_time_s - 1
-    return Writable(
-        found,
-        f"the fastest layout a config can ask for, {slower:+.1%} a step against the first choice, which uses"
-        f" {', '.join(lacking)}",
-    )

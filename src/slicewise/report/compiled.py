@@ -97,10 +97,10 @@ def depth(step: "CompiledStep") -> str:
 
 def quantization(step: "CompiledStep") -> str | None:
     """What to know where products in 8 bits save no time on the chip."""
-    model = step.request.config.model
-    if model.quantization == "none" or not model.use_qwix_quantization:
+    name = step.request.config.quantization
+    if name == "none":
         return None
-    return chips.saves_bytes_only(step.request.cluster.chip, model.quantization)
+    return chips.saves_bytes_only(step.request.cluster.chip, name)
 
 
 def cost_of_compiling(step: "CompiledStep") -> str:

@@ -207,6 +207,6 @@ def comparison(
     for column in t.columns[2:]:
         column.no_wrap = False  # a custom remat policy is a long one
     for change in changes:
-        t.add_row(change.what, change.key or "no key for it", change.now, change.then)
+        t.add_row(change.what, change.key, change.now, change.then)
     out.print(t)
     why(out, made.reasons)

@@ -16,8 +16,8 @@ from slicewise.catalog import chips, flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
 from slicewise.costs.adapters import Lora
+from slicewise.costs.adapters import check as check_lora
 from slicewise.costs.pipeline import check_remat, settled
-from slicewise.costs.remat import chosen
 from slicewise.errors import ExitCode, UserError
 from slicewise.kernels import tuned
 from slicewise.kernels.attention import api as attention
@@ -66,7 +66,7 @@ def pipeline(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> Pipeline | None:
     )
     if degrees[PIPELINE] == 1:
         return None
-    check_remat(degrees[PIPELINE], chosen(config.model.remat_policy, config.model.remat_tensors))
+    check_remat(degrees[PIPELINE], config.remat)
     if every := config.model.quantization_calibrate_every:
         raise UserError(
             f"quantization_calibrate_every = {every} does not go with a pipeline, whose stages know no ranges; set it"
@@ -77,11 +77,11 @@ def pipeline(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> Pipeline | None:
 
 def quantization(config: RunConfig, spec: ModelSpec) -> Quantization | None:
     """What the config's keys ask for. Raises UserError where it cannot be done."""
-    model = config.model
-    if model.quantization == "none" or not model.use_qwix_quantization:
+    model, name = config.model, config.quantization
+    if name == "none":
         return None
     how = Quantization(
-        model.quantization,
+        name,
         model.quantization_layers,
         model.quantization_scaling,
         model.quantization_tile,
@@ -111,16 +111,7 @@ def adapters(config: RunConfig, spec: ModelSpec) -> Lora | None:
     found = config.adapters
     if found is None:
         return None
-    if config.optimizer.optimizer_type == "muon":
-        raise UserError(
-            "optimizer_type = muon is for whole matrices, not for adapters of lora_rank ="
-            f" {found.rank}; choose adamw, adafactor or lion."
-        )
-    if found.base_dtype == "int8" and quantization(config, spec):
-        raise UserError(
-            f"lora_base_dtype = int8 keeps matrices that quantization = '{config.model.quantization}' would quantise"
-            " again; set one of them to bfloat16 or none."
-        )
+    check_lora(found, config.optimizer.optimizer_type, config.quantization)
     lora.check(found, spec, params.weights(spec))
     return found
 
@@ -132,10 +123,11 @@ def compiler_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     """
     device = mesh.devices.flat[0]
     chip = chips.of_device_kind(device.device_kind)
-    if device.platform != "tpu" or chip is None:
-        return {}
     asked, limit_kib = config.compiler.compiler_flags, config.compiler.scoped_vmem_limit_kib
-    offloads = bool(chosen(config.model.remat_policy, config.model.remat_tensors).offloaded)
+    if device.platform != "tpu" or chip is None:
+        flags.check_names(asked)  # which are without effect here: what is wrong should not wait for a TPU
+        return {}
+    offloads = bool(config.remat.offloaded)
     num_slices = len({getattr(d, "slice_index", None) or 0 for d in mesh.devices.flat})
     return dict(flags.resolve(asked, chip.name, limit_kib, offloads=offloads, num_slices=num_slices))
 

@@ -21,6 +21,7 @@ class Fitted:
 
     asked: RunConfig
     config: RunConfig
+    all_slices: int  # that the run was submitted for
     is_shrunk: bool = False
 
     @property
@@ -39,7 +40,7 @@ def fit(
     if all_slices is None:
         all_slices = int(os.environ.get(ALL_SLICES) or num_slices)
     if num_slices >= all_slices:
-        return Fitted(config, config)
+        return Fitted(config, config, num_slices)
     whole = resolve_degrees(config, num_slices=all_slices, devices_per_slice=devices_per_slice)
     dcn = _shrunk(dict(whole.dcn), num_slices, all_slices)
     shards = math.prod(whole.ici[axis] * dcn[axis] for axis in BATCH_AXES)
@@ -58,7 +59,7 @@ def fit(
         least = min(most, -(-steps * all_slices // num_slices))  # no more of them at once than on all slices
         parts = next(n for n in range(least, most + 1) if most % n == 0)
         overrides.append(f"gradient_accumulation_steps={parts}")
-    return Fitted(config, with_overrides(config, overrides), is_shrunk=True)
+    return Fitted(config, with_overrides(config, overrides), all_slices, is_shrunk=True)
 
 
 def _shrunk(dcn: dict[str, int], num_slices: int, all_slices: int) -> dict[str, int]:

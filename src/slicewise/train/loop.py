@@ -11,8 +11,10 @@ import jax
 import numpy as np
 
 from slicewise.checkpoint.manifest import complete_steps
-from slicewise.config import RunConfig
+from slicewise.config import RunConfig, check_effects, resolve_degrees
+from slicewise.costs.shapes import model_shape
 from slicewise.errors import ExitCode, UserError
+from slicewise.interop.huggingface import load_spec
 from slicewise.parallel import cluster
 from slicewise.parallel.cluster import SliceDevices
 from slicewise.parallel.mesh import build_mesh
@@ -56,6 +58,7 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> ExitCode:
             fitted = elastic.fit(
                 config, num_slices=slices.num_slices, devices_per_slice=slices.devices_per_slice
             )
+            _check_effects(fitted, slices)
             mesh = build_mesh(fitted.config, slices)
             step = build_train_step(fitted.config, mesh)
             host_memory.check(fitted.config, step)
@@ -81,6 +84,15 @@ def _agreement(config: RunConfig, preemption: Preemption, report: Sink) -> Agree
     else:
         preemption.close()  # SIGTERM ends it at once
     return agreement
+
+
+def _check_effects(fitted: Fitted, slices: SliceDevices) -> None:
+    """Raises UserError for keys without an effect on the model and the devices."""
+    degrees = resolve_degrees(
+        fitted.config, num_slices=slices.num_slices, devices_per_slice=slices.devices_per_slice
+    )
+    shape = model_shape(load_spec(fitted.config.model.model))
+    check_effects(fitted.config, shape, degrees, fitted.all_slices)
 
 
 def _check(config: RunConfig) -> None:

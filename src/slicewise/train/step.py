@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import LARGEST, RunConfig
 from slicewise.costs.adapters import Lora
-from slicewise.costs.remat import chosen
 from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.model import transformer
@@ -90,7 +89,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         )
     dtype = jnp.dtype(config.model.compute_dtype)
     options = choices.compiler_options(config, mesh)
-    remat = chosen(config.model.remat_policy, config.model.remat_tensors)
+    remat = config.remat
     layout, steps = transformer.weights(spec), config.optimizer.gradient_accumulation_steps
     lora = choices.adapters(config, spec)
     trained = layout if lora is None else adapters(layout, lora)

@@ -15,7 +15,9 @@ from slicewise.kernels.grouped_matmul import tiles as matmul_tiles
 from slicewise.kernels.tuned import Judge
 from slicewise.tune.kept import Kept
 from slicewise.tune.problems import Problem
+from slicewise.tune.search import OutOfTime
 
+LONGEST_S = 600.0  # that one kernel may compile
 LIMIT = re.compile(r"limit ([\d.]+)M")  # of VMEM, in the compiler's refusal
 
 
@@ -32,6 +34,16 @@ def _vmem_bytes(problem: Problem, values: Mapping[str, int]) -> int:
     return matmul_tiles.vmem_bytes(problem.key.kernel, (rows, summed, columns), itemsize)
 
 
+def _left_s(until_s: float) -> float:
+    return max(until_s - time.monotonic(), 0.0)
+
+
+def _check_time(until_s: float, why: UserError) -> None:
+    """Raises OutOfTime where a compile was most likely stopped for the time, which says nothing of the setting."""
+    if isinstance(why, CompileFailed) and time.monotonic() >= until_s:
+        raise OutOfTime from why
+
+
 class Compiled:
     """For one cluster. What was compiled before is not compiled again."""
 
@@ -43,7 +55,7 @@ class Compiled:
 
     def kernel(self, problem: Problem, values: Mapping[str, int], until_s: float) -> tuple[float | None, str]:
         known = self.kept.get(problem, values)
-        found = known or self.kept.put(problem, values, *self._judge(problem, values))
+        found = known or self.kept.put(problem, values, *self._judge(problem, values, until_s))
         if found[0] is None and EXCEEDS in found[1]:
             size, of = _vmem_bytes(problem, values), _of(problem)
             if limit := LIMIT.search(found[1]):
@@ -54,24 +66,27 @@ class Compiled:
     def least_s(self, problem: Problem, values: Mapping[str, int]) -> float:
         return least_seconds(problem.key, values, problem.part)
 
-    def _judge(self, problem: Problem, values: Mapping[str, int]) -> tuple[float | None, str]:
+    def _judge(self, problem: Problem, values: Mapping[str, int], until_s: float) -> tuple[float | None, str]:
         if 0 < self.refused_bytes.get(_of(problem), 0) <= _vmem_bytes(problem, values):
             return None, f"{EXCEEDS}: so does a smaller tile"
         try:
-            found = self.compiler.compile(problem.key, values, problem.part)
+            found = self.compiler.compile(
+                problem.key, values, problem.part, timeout_s=min(LONGEST_S, _left_s(until_s))
+            )
         except CompileFailed as e:
+            _check_time(until_s, e)
             return None, str(e)
         if found.regions is None:
             return None, found.problem
         return call_seconds(problem.key, values, problem.part, found.regions), ""
 
     def step(self, config: RunConfig, until_s: float) -> tuple[float | None, str, str]:
-        left_s = max(until_s - time.monotonic(), 1.0)
         try:
-            step = analyse(compile_request(Request(config, self.cluster), timeout_s=left_s))
+            step = analyse(compile_request(Request(config, self.cluster), timeout_s=_left_s(until_s)))
         except UserError as e:
             if e.code != ExitCode.USER and not isinstance(e, CompileFailed):
                 raise  # this machine's fault, and so every setting's
+            _check_time(until_s, e)
             return None, str(e).splitlines()[0], ""
         memory = f"{step.memory.total_bytes / 2**30:.1f} of {step.memory.limit_bytes / 2**30:.1f} GiB"
         if not step.fits:

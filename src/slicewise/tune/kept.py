@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 
-from slicewise.errors import ExitCode, UserError
+from slicewise.errors import write_whole
 from slicewise.kernels import tuned
 from slicewise.tune.problems import Problem
 
@@ -18,11 +17,14 @@ class Kept:
     def __init__(self, judge: str):
         self.judge = judge
         self.path = tuned.own_path().with_name(f"tried-{judge}.json")
+        self.known = self._read()
+
+    def _read(self) -> dict[str, list]:
         try:
             found = json.loads(self.path.read_text())
         except (OSError, ValueError):
-            found = {}
-        self.known: dict[str, list] = found if isinstance(found, dict) else {}
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def get(self, problem: Problem, values: Mapping[str, int]) -> Known | None:
         match self.known.get(self._digest(problem, values)):
@@ -34,14 +36,9 @@ class Kept:
 
     def put(self, problem: Problem, values: Mapping[str, int], seconds: float | None, why: str) -> Known:
         """Raises UserError where the file cannot be written."""
-        self.known[self._digest(problem, values)] = [seconds, why]
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(self.known))
-            part.replace(self.path)
-        except OSError as e:
-            raise UserError(f"{self.path} cannot be written: {e.strerror}.", code=ExitCode.INTERNAL) from e
+        with tuned.alone(self.path):
+            self.known |= self._read() | {self._digest(problem, values): [seconds, why]}
+            write_whole(self.path, json.dumps(self.known).encode(), str(self.path))
         return seconds, why
 
     def _digest(self, problem: Problem, values: Mapping[str, int]) -> str:

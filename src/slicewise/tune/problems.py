@@ -7,7 +7,6 @@ from slicewise.catalog import flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import AxisDegrees, RunConfig
 from slicewise.costs import pipeline
-from slicewise.costs.remat import chosen
 from slicewise.kernels.attention import tiles as attention_tiles
 from slicewise.kernels.grouped_matmul import tiles as matmul_tiles
 from slicewise.kernels.tuned import Key
@@ -92,8 +91,7 @@ def _experts(config: RunConfig, spec: ModelSpec, degrees: AxisDegrees, device: D
     tokens = config.data.sequence_length // degrees.total("context")
     rows = matmul_tiles.padded(_sequences(config, spec, degrees) * tokens * e.per_token)
     hidden, limit_kib = e.d_ff // tensor, config.compiler.scoped_vmem_limit_kib
-    is_8_bit = config.model.quantization != "none" and config.model.use_qwix_quantization
-    dtype = EIGHT_BIT[config.model.quantization] if is_8_bit else config.model.compute_dtype
+    dtype = EIGHT_BIT.get(config.quantization, config.model.compute_dtype)
     for name in ("gmm", "gmm_t", "tgmm"):
         for summed, columns in ((spec.d_model, hidden), (hidden, spec.d_model)):
             key = matmul_tiles.key(
@@ -124,18 +122,18 @@ def _sequences(config: RunConfig, spec: ModelSpec, degrees: AxisDegrees) -> int:
     return batch // (shards * steps * microbatches)
 
 
-def flag_changes(config: RunConfig, chip: str) -> list[tuple[str, tuple[str, ...]]]:
-    """(what, compiler_flags) for each group that ``config`` could put on or off on ``chip``."""
+def flag_changes(config: RunConfig, chip: str, num_slices: int = 1) -> list[tuple[str, tuple[str, ...]]]:
+    """(what, compiler_flags) for each group that ``config`` could put on or off on ``num_slices`` of ``chip``."""
     asked = config.compiler.compiler_flags
-    offloads = bool(chosen(config.model.remat_policy, config.model.remat_tensors).offloaded)
-    defaults = flags.defaults(chip, offloads=offloads)
+    defaults = flags.defaults(chip, offloads=bool(config.remat.offloaded), num_slices=num_slices)
     found = []
     for group in flags.groups().values():
         if chip not in group.chips:
             continue
         is_default, is_on = group.name in defaults, group.name in asked
         if is_on:
-            found.append((f"without {group.name}", tuple(f for f in asked if f != group.name)))
+            off = [f"no-{group.name}"] if is_default else []
+            found.append((f"without {group.name}", (*(f for f in asked if f != group.name), *off)))
         elif is_default and f"no-{group.name}" not in asked:
             found.append((f"without {group.name}", (*asked, f"no-{group.name}")))
         elif not is_default:
@@ -144,6 +142,7 @@ def flag_changes(config: RunConfig, chip: str) -> list[tuple[str, tuple[str, ...
     return found
 
 
-def remat_changes(config: RunConfig) -> list[str]:
-    """Policies that ``config`` could have instead of its own."""
-    return [name for name in REMAT if name != config.model.remat_policy]
+def remat_changes(config: RunConfig) -> list[dict[str, str]]:
+    """Keys by which ``config`` would have another policy than its own."""
+    places = {"remat_tensors": "{}"} if config.model.remat_tensors else {}
+    return [{"remat_policy": name} | places for name in REMAT if name != config.model.remat_policy]

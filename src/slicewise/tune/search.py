@@ -1,5 +1,6 @@
 """Tries settings one after the other until time is up, and keeps the best: the search that both judges share."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,7 @@ class Outcome:
 
 
 class Judged(Protocol):
-    """Says how long things take; what is under way at ``until_s`` (of time.monotonic) may be cut short."""
+    """Says how long things take; what is under way at ``until_s`` (of time.monotonic) may be cut short: OutOfTime."""
 
     @property
     def name(self) -> Judge: ...
@@ -79,7 +80,7 @@ class Search:
         config: RunConfig,
         found: Sequence[Problem],
         flags: Sequence[tuple[str, tuple[str, ...]]],
-        remat: Sequence[str],
+        remat: Sequence[Mapping[str, str]],
     ) -> Outcome:
         """Kernels first: what they take decides what flags and rematerialisation are worth."""
         steps = len(flags) + len(remat)
@@ -103,6 +104,14 @@ class Search:
             raise OutOfTime
         self.done += 1
 
+    def _judged[T](self, judge: Callable[[], T]) -> T:
+        """What ``judge`` says; what is cut short for the time is left, as what was not begun."""
+        try:
+            return judge()
+        except OutOfTime:
+            self.done -= 1
+            raise
+
     def _kernel(self, problem: Problem) -> None:
         """The fastest candidate goes into the table, also when time is over before all were tried. The rule's comes
         first, then the most promising; what cannot be faster than one before it is not tried."""
@@ -116,7 +125,9 @@ class Search:
                     continue
                 setting = problem.shown(values)
                 self._next(" ".join(filter(None, (problem.key.kernel, problem.part, setting))))
-                seconds, why = self.judge.kernel(problem, values, self.until_s)
+                seconds, why = self._judged(
+                    functools.partial(self.judge.kernel, problem, values, self.until_s)
+                )
                 tried.append((values, seconds))
                 self.trials.append(Trial(problem.text, setting, seconds, why))
         finally:
@@ -146,7 +157,10 @@ class Search:
         tuned.keep(entry)
 
     def _steps(
-        self, config: RunConfig, flags: Sequence[tuple[str, tuple[str, ...]]], remat: Sequence[str]
+        self,
+        config: RunConfig,
+        flags: Sequence[tuple[str, tuple[str, ...]]],
+        remat: Sequence[Mapping[str, str]],
     ) -> tuple[tuple[str, ...], tuple[float, float] | None]:
         """Greedily: each change stays that makes the step shorter, and the next one starts from there."""
         self._next("the step as it is")
@@ -154,13 +168,13 @@ class Search:
         changed: dict[str, str] = {}
         asked = config.compiler.compiler_flags
         try:
-            for policy in remat:
+            for keys in remat:
+                policy = keys["remat_policy"]
                 self._next(f"remat policy {policy}")
-                seconds = self._step(
-                    _with(config, {**changed, "remat_policy": policy}), "remat policy", policy
-                )
+                seconds = self._step(_with(config, {**changed, **keys}), "remat policy", policy)
                 if _shorter(seconds, best_s):
-                    best_s, changed["remat_policy"] = seconds, policy
+                    best_s = seconds
+                    changed |= keys
             for what, listed in flags:
                 self._next(what)
                 # What was put on or off before stays so.
@@ -177,7 +191,7 @@ class Search:
         return overrides, times
 
     def _step(self, config: RunConfig, of: str, setting: str) -> float | None:
-        seconds, why, note = self.judge.step(config, self.until_s)
+        seconds, why, note = self._judged(functools.partial(self.judge.step, config, self.until_s))
         self.trials.append(Trial(of, setting, seconds, why, note))
         return seconds
 

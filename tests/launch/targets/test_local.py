@@ -15,7 +15,7 @@ from rich.console import Console
 
 from processes import is_alive
 from slicewise.errors import ExitCode, UserError
-from slicewise.launch import out_of_memory
+from slicewise.launch import oom_kills
 from slicewise.launch.policy import Watch
 from slicewise.launch.targets.local import ClusterShape, run_local
 from slicewise.train.goodput import read
@@ -235,7 +235,7 @@ def test_a_process_that_the_kernel_killed_for_want_of_memory_is_told_from_others
     """The counter of such kills stands in for the kernel, which would take somebody else's processes too."""
     counts = tmp_path / "vmstat"
     counts.write_text("pgfault 7\noom_kill 3\n")
-    monkeypatch.setattr(out_of_memory, "_COUNTS", counts)
+    monkeypatch.setattr(oom_kills, "_COUNTS", counts)
     code, lines = run(
         script(f"""
         if {ran_out}:

@@ -213,7 +213,7 @@ def key(platform: str, sequence_length: int, qk_dim: int, v_dim: int, window: in
 
 def chosen(k: Key) -> int:
     """Tokens of a block: tuned, or by the rule."""
-    values = tuned.find(k)
+    values = tuned.find(k, ("block",))
     return values["block"] if values else BLOCK
 
 

@@ -64,9 +64,14 @@ def key(
 
 def chosen(k: Key) -> Tiles:
     """The tiles for ``k``: tuned ones, or those of the rules. Raises UserError as tiles does."""
-    if values := tuned.find(k):
-        return Tiles(**values)
     shape = k.shape
+    if values := tuned.find(k, [name for names in PARTS.values() for name in names]):
+        found, tokens = Tiles(**values), shape["tokens"]
+        if found != fitted(found, tokens, tokens):
+            raise tuned.wrong(
+                k, values, f"tiles are multiples of {LANES} that divide {tokens}, and kv_compute kv"
+            )
+        return found
     return tiles(k.chip, shape["tokens"], max(shape["qk"], shape["v"]), k.vmem_limit_kib)
 
 

@@ -52,7 +52,7 @@ def _tuned(k: Key) -> Mapping[str, int] | None:
     else."""
     for factor in (1.0, *NEAR):
         rows = int(k.shape["rows"] * factor)
-        if values := tuned.find(k.model_copy(update={"shape": {**k.shape, "rows": rows}})):
+        if values := tuned.find(k.model_copy(update={"shape": {**k.shape, "rows": rows}}), NAMES):
             return values
     return None
 

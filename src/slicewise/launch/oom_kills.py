@@ -9,7 +9,7 @@ ADVICE = (
 )
 
 
-def kills() -> int:
+def count() -> int:
     """How many processes it has killed for that since the machine started; 0 where it does not say."""
     try:
         lines = _COUNTS.read_text().splitlines()
