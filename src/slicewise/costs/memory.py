@@ -213,9 +213,9 @@ def memory_bytes(
     shape: ModelShape, layout: Layout, recipe: Recipe, seq: int, *, peak: Peak | None = None
 ) -> dict[str, Number]:
     """Bytes of one device by component, at the peak. That is either the loss (logits and output matrix) or
-    the last layer's backward pass (all gradients and a working set), on top of weights, their copies for products,
-    optimiser state and saved activations; the components of the smaller of the two are 0. ``host`` is memory of the
-    host. Moments that are kept there pass through the device a few weights at a time.
+    the last layer's backward pass (all gradients and a working set, with what comes from the host for the layer that
+    is next), on top of weights, their copies for products, optimiser state and saved activations; the components of
+    the smaller of the two are 0. ``host`` is memory of the host. Moments that are kept there pass through the device a few weights at a time.
 
     ``peak`` = `peak_bytes` of the same arguments, where it is known already.
     """
@@ -223,17 +223,20 @@ def memory_bytes(
     t = layout.ici.tensor
     saved: Number = 0.0
     host: Number = 0.0
+    fetched: Number = 0.0  # by one layer
     for layer in shape.layers:
         saved = saved + layer.count * saved_width(layer, recipe, t, where="device")
-        host = host + layer.count * saved_width(layer, recipe, t, where="host")
-    at_loss = p.output > p.working + p.gradients
+        of_layer = saved_width(layer, recipe, t, where="host")
+        host, fetched = host + layer.count * of_layer, np.maximum(fetched, of_layer)
+    working = p.working + ACT * p.tokens * fetched * recipe.as_compiled_here
+    at_loss = p.output > working + p.gradients
     return {
         "weights": p.weights,
         "optimizer": 0.0 if recipe.moments_on_host else p.optimizer,
         "copies of weights": p.copies,
         "gradients": np.where(at_loss & (layout.accumulation_steps == 1), 0.0, p.gradients),
         "activations": ACT * p.in_flight * saved + p.waiting,
-        "working set": np.where(at_loss, 0.0, p.working),
+        "working set": np.where(at_loss, 0.0, working),
         "logits": np.where(at_loss, p.output, 0.0),
         "host": ACT * p.in_flight * host + (p.optimizer if recipe.moments_on_host else 0.0),
     }
