@@ -21,7 +21,7 @@ OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
 BARRIER_TIMEOUT_S = (
     60  # of Orbax's own barriers around short actions, for which it has no option; its default is 300
 )
-SHARED_WRITE_BYTES = 1 << 20  # of an array for a replica to write its part: to cut it is a program for each shape
+SHARED_WRITE_BYTES = 1 << 20  # least that a replica writes of an array: each shape cut is a program
 SAVE_TIMEOUT_S = 1200  # from the start of a save until the slowest process has written its part
 # What the storage says when it cannot serve now, in the words of TensorStore and its drivers.
 _OUT_OF_REACH = (
