@@ -32,15 +32,21 @@ def slicewise(command, tmp_path):
     return lambda *arguments, cwd=tmp_path, **options: command.run(*arguments, cwd=cwd, **options)
 
 
+def _in_this_process(patch):
+    """The command may run in this process, which has imported JAX already, on one of its devices."""
+    patch.setattr(cluster, "initialize", lambda: None)
+    patch.setenv("JAX_COMPILATION_CACHE_DIR", "as JAX is configured already")
+    patch.setattr(cluster, "found", lambda: cluster.by_slice(jax.devices()[:1]))
+
+
 @pytest.fixture
 def here(monkeypatch, tmp_path, capfd, programs_of_tests):
-    """Runs the command in this process, which has imported JAX already, on one of its devices."""
-    devices = cluster.by_slice(jax.devices()[:1])
-    monkeypatch.setattr(cluster, "initialize", lambda: None)
-    monkeypatch.setattr(cluster, "found", lambda: devices)
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "as JAX is configured already")
+    """Runs the command in this process, on one of its devices or several."""
+    _in_this_process(monkeypatch)
 
-    def run(*arguments, cwd=tmp_path):
+    def run(*arguments, cwd=tmp_path, devices=1):
+        if devices > 1:
+            monkeypatch.setattr(cluster, "found", lambda: cluster.by_slice(jax.devices()[:devices]))
         monkeypatch.chdir(cwd)
         code = cli.main(arguments)
         return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
@@ -49,11 +55,13 @@ def here(monkeypatch, tmp_path, capfd, programs_of_tests):
 
 
 @pytest.fixture(scope="module")
-def finished(command, tmp_path_factory):
+def finished(tmp_path_factory, programs_of_tests):
     """A folder with one good run."""
     folder = tmp_path_factory.mktemp("finished")
-    done = command.run("train", *QUICK, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        _in_this_process(patch)
+        patch.chdir(folder)
+        assert cli.main(["train", *QUICK]) == ExitCode.DONE
     return folder
 
 
@@ -163,9 +171,9 @@ def test_only_what_is_absent_and_needed_is_asked_for(capsys):
     assert "required: CKPT. 'slicewise generate --help'" in capsys.readouterr().err
 
 
-def test_debug_shows_the_traceback_and_the_code_stays(slicewise):
+def test_debug_shows_the_traceback_and_the_code_stays(here):
     for arguments in (["none.toml"], [*UNSAVED, "model=none"]):
-        done = slicewise("train", *arguments, "--debug")
+        done = here("train", *arguments, "--debug")
         assert done.returncode == ExitCode.USER
         assert "Traceback" in done.stderr
         assert done.stderr.splitlines()[-1].startswith("slicewise: ")
@@ -217,9 +225,8 @@ def test_refused_with_what_to_change(here, tmp_path, overrides, words):
     ("override", "word"),
     [("global_batch_size=6", "global_batch_size = 6"), ("ici_tensor_parallelism=8", "heads")],
 )
-def test_devices_that_the_batch_or_model_cannot_be_split_over(slicewise, override, word):
-    done = slicewise("train", *UNSAVED, "--local", "1x1x8", override)
-    refused_by_the_cluster(done, ExitCode.USER, word)
+def test_devices_that_the_batch_or_model_cannot_be_split_over(here, override, word):
+    refused(here("train", *UNSAVED, override, devices=8), ExitCode.USER, word)
 
 
 @pytest.mark.multiprocess
@@ -242,13 +249,12 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(here, monkeypatc
     assert [path.name for path in (tmp_path / "runs/run").iterdir()] == ["lock"]
 
 
-def test_a_path_below_a_file_cannot_hold_a_run(slicewise, tmp_path):
+@pytest.mark.parametrize("arguments", [[], ["--local", "1x1x1"]])
+def test_a_path_below_a_file_cannot_hold_a_run(here, tmp_path, arguments):
     (tmp_path / "file").write_text("")
-    done = slicewise("train", *UNSAVED, "output_directory=file/runs")
+    done = here("train", *UNSAVED, "output_directory=file/runs", *arguments)
     refused(done, ExitCode.INTERNAL, "file/runs", "Not a directory")
     assert "compile" not in done.stdout
-    done = slicewise("train", *UNSAVED, "output_directory=file/runs", "--local", "1x1x1")
-    refused(done, ExitCode.INTERNAL, "file/runs", "Not a directory")
 
 
 def test_a_folder_without_permission_cannot_hold_a_run(slicewise, tmp_path, unprivileged):
@@ -277,16 +283,16 @@ def test_text_that_may_not_be_read_is_named(slicewise, tmp_path, unprivileged):
 
 
 @needs_root
-def test_a_full_disk_ends_the_run_and_once_mended_the_same_command_finishes_it(slicewise, disk):
+def test_a_full_disk_ends_the_run_and_once_mended_the_same_command_finishes_it(here, disk):
     """There is room for the first checkpoint and not for the second: what is left of this never looks complete."""
     folder = disk(3 << 20)
-    done = slicewise("train", *QUICK, "output_directory=disk", "checkpoint_every=1")
+    done = here("train", *QUICK, "output_directory=disk", "checkpoint_every=1")
     refused(done, ExitCode.INTERNAL, "could not be written", "No space left")
     saved = complete_steps(str(folder / "run/checkpoints"))
     assert saved
     assert saved[-1] < 4
     disk(50 << 20)
-    done = slicewise("train", *QUICK, "output_directory=disk", "checkpoint_every=1")
+    done = here("train", *QUICK, "output_directory=disk", "checkpoint_every=1")
     assert done.returncode == ExitCode.DONE, done.stderr
     assert f"resumes after step {saved[-1]}" in done.stdout
     assert complete_steps(str(folder / "run/checkpoints"))[-1] == 4
@@ -305,13 +311,13 @@ def test_metrics_that_find_the_disk_full_end_the_run(slicewise, disk, tensorboar
 # ---------------------------------------------------------------- checkpoints
 
 
-def test_a_damaged_checkpoint_is_named_and_the_older_one_used(slicewise, copy_of_finished):
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(here, copy_of_finished):
     newest = copy_of_finished / "checkpoints/4"
     data = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    done = slicewise("train", *QUICK, "steps=6")
+    done = here("train", *QUICK, "steps=6")
     assert done.returncode == ExitCode.DONE, done.stderr
     assert f"the checkpoint of step 4 in {copy_of_finished / 'checkpoints'} is damaged" in done.stdout
     assert "It is quarantined, and step 2 used." in done.stdout

@@ -21,6 +21,7 @@ OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
 BARRIER_TIMEOUT_S = (
     60  # of Orbax's own barriers around short actions, for which it has no option; its default is 300
 )
+SHARED_WRITE_BYTES = 1 << 20  # least that a replica writes of an array: each shape cut is a program
 SAVE_TIMEOUT_S = 1200  # from the start of a save until the slowest process has written its part
 # What the storage says when it cannot serve now, in the words of TensorStore and its drivers.
 _OUT_OF_REACH = (
@@ -93,6 +94,7 @@ def _context(ocp: Any, *, alone: bool = False) -> Any:
     context.checkpointables.registry = registry
     context.pytree.loading.partial_load = True  # the store has compared the trees by then
     context.array.saving.use_compression = False
+    context.array.saving.min_slice_bytes_for_replica_parallel = SHARED_WRITE_BYTES
     context.asynchronous.timeout_secs = SAVE_TIMEOUT_S
     if alone:  # else the processes that can load wait minutes at a barrier for one that cannot
         context.multiprocessing.active_processes = {jax.process_index()}

@@ -1,11 +1,14 @@
 """A 32-bit digest of each array over its bits and their positions, whatever its sharding and processes."""
 
 import functools
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from slicewise.parallel.compiling import compile_in_turn
 
 GOLDEN_RATIO = 0x9E3779B9  # 2^32 / golden ratio, odd: distinct positions give distinct keys
 
@@ -73,4 +76,6 @@ def _program(key: tuple) -> jax.stages.Compiled:
     def all_of(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return {name: array_digest(x) for name, x in arrays.items()}
 
-    return jax.jit(all_of).lower(abstract).compile()
+    devices = sorted(key[0][-1].device_set, key=lambda device: device.id)
+    name = hashlib.sha256(repr((key, devices)).encode()).hexdigest()
+    return compile_in_turn(f"digests/{name}", jax.jit(all_of).lower(abstract), devices)

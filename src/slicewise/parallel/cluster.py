@@ -58,6 +58,11 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def is_on_one_machine() -> bool:
+    """Whether all processes of an emulated cluster share this machine."""
+    return os.environ.get("SLICEWISE_COORDINATOR", "").startswith("127.")
+
+
 def emulated_slices() -> int | None:
     """How many slices the launcher says there are; CPU devices do not know theirs."""
     text = os.environ.get("SLICEWISE_NUM_SLICES")

@@ -15,6 +15,7 @@ from slicewise.config import RunConfig
 from slicewise.costs.units import quantity
 from slicewise.data.loader import PREFETCHED_BATCHES
 from slicewise.errors import UserError
+from slicewise.parallel import cluster
 from slicewise.train.step import TrainStep
 
 _GROUPS = Path("/sys/fs/cgroup")
@@ -115,7 +116,7 @@ def _held_bytes(abstract: Any, step: TrainStep) -> int:
 
 def _local_devices(step: TrainStep) -> int:
     """Of the mesh, on this machine: all of an emulated cluster."""
-    if os.environ.get("SLICEWISE_COORDINATOR", "").startswith("127."):
+    if cluster.is_on_one_machine():
         return step.mesh.devices.size
     return sum(device.process_index == jax.process_index() for device in step.mesh.devices.flat)
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from slicewise.config import RunConfig
+from slicewise.parallel.compiling import compile_in_turn
 from slicewise.train import choices
 from slicewise.train.step import TrainState, TrainStep
 
@@ -22,15 +23,14 @@ def compile_update(config: RunConfig, step: TrainStep) -> Any:
     lowered = step.update.lower(step.abstract_state, step.abstract_batch)
     if expected := choices.expected_kernels(config, step.spec, step.mesh):
         choices.check_kernels(expected, lowered.as_text())
-    return lowered.compile()
+    return compile_in_turn("update", lowered, step.mesh.devices.flat)
 
 
 def compile_start(step: TrainStep, params: Any) -> jax.stages.Compiled:
     """``init``, or ``begin`` for a run that trains the weights ``params``; from any thread."""
     with jax.set_mesh(step.mesh):  # which belongs to a thread
-        if params is None or step.lora:
-            return step.init.lower().compile()
-        return step.begin.lower(params).compile()
+        lowered = step.init.lower() if params is None or step.lora else step.begin.lower(params)
+    return compile_in_turn("start", lowered, step.mesh.devices.flat)
 
 
 def first_state(compiled: jax.stages.Compiled, step: TrainStep, params: Any) -> TrainState:

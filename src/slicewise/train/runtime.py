@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from slicewise.parallel import cluster
+from slicewise.parallel import cluster, compiling
 
 
 def start() -> None:
@@ -23,6 +23,7 @@ def start() -> None:
         jax.config.update("jax_compilation_cache_dir", str(root / "slicewise" / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     cluster.initialize()
+    compiling.share_cache()
 
 
 def _has_accelerator() -> bool:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +58,7 @@ class TrainStep:
     init: jax.stages.Wrapped  # () -> state without what is frozen; under jax.set_mesh(mesh), as the others
     begin: jax.stages.Wrapped  # (params) -> state of a run that starts from them; donates them
     update: jax.stages.Wrapped  # (state, batch) -> (state, metrics); donates the state
-    evaluate: Callable[
-        [transformer.Params, dict], tuple[jax.Array, jax.Array]
-    ]  # (summed nats, counted tokens)
+    evaluate: jax.stages.Wrapped  # (params, batch) -> (summed nats, counted tokens)
     compiler_options: dict[str, Any]  # of update and evaluate: the resolved compiler flags
     # (params, batch) -> how many attention logits exceed use_max_logits_estimate, where there is one
     logits_above: jax.stages.Wrapped | None
