@@ -215,7 +215,8 @@ def memory_bytes(
     """Bytes of one device by component, at the peak. That is either the loss (logits and output matrix) or
     the last layer's backward pass (all gradients and a working set, with what comes from the host for the layer that
     is next), on top of weights, their copies for products, optimiser state and saved activations; the components of
-    the smaller of the two are 0. ``host`` is memory of the host. Moments that are kept there pass through the device a few weights at a time.
+    the smaller of the two are 0. ``host`` is memory of the host. Moments that are kept there pass through the device a
+    few weights at a time.
 
     ``peak`` = `peak_bytes` of the same arguments, where it is known already.
     """

@@ -29,6 +29,8 @@ def share_cache() -> None:
     client = cluster.coordination_client()
     if client is None or not cluster.is_on_one_machine() or jax.devices()[0].platform != "cpu":
         return
+    if not hasattr(cache_key, _MACHINE):  # no public part of JAX: without it each process compiles for itself
+        return
     own, key = getattr(cache_key, _MACHINE), f"{_PREFIX}/machine"
     if jax.process_index() == 0:
         hashed: list[bytes] = []
