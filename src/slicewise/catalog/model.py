@@ -222,4 +222,5 @@ def first_problem(error: ValidationError, schema: type[BaseModel]) -> str:
         return f"key '{key}' is missing."
     if problem["type"] == "value_error":
         return f"{key + ': ' if key else ''}{problem['ctx']['error']}."
-    return f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}."
+    expected = problem["msg"].replace("tuple", "list")
+    return f"{key} = {problem['input']!r}: {expected[0].lower()}{expected[1:]}."
