@@ -1,4 +1,7 @@
-"""Every layout computes what one device does: dense models, mixtures of experts, latent attention."""
+"""Every layout computes what one device does: dense models, mixtures of experts, latent attention.
+
+The table is made in tests/helpers/layout_table.py: each axis alone and each pairing with each model.
+"""
 
 import functools
 import re
@@ -8,16 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slicewise.catalog.model import Experts, LatentAttention, ModelSpec
+from layout_table import ROWS, TOKENS, Row, covering_table, every_row, full_table, pairings
+from slicewise.catalog import model as models
+from slicewise.catalog import slices
 from slicewise.config import RunConfig, load_config
+from slicewise.costs.layout import AXES
+from slicewise.costs.shapes import model_shape
+from slicewise.errors import UserError
 from slicewise.kernels.attention.api import Kernel
 from slicewise.model import transformer
-from slicewise.parallel import context
+from slicewise.parallel import context, rules
 from slicewise.parallel.cluster import SliceDevices, by_slice
 from slicewise.parallel.expert import Dispatch
 from slicewise.parallel.mesh import build_mesh
 from slicewise.parallel.rules import partition
-from slicewise.train import choices
+from slicewise.plan.search import Workload, search
+from slicewise.train import choices, step
 from slicewise.train.accumulate import accumulated
 from slicewise.train.objective import Weights, counts, objective
 
@@ -25,64 +34,19 @@ pytestmark = pytest.mark.slow
 
 # Of float32 sums in another order: relative to the loss, and to the largest entry of each gradient.
 LOSS_RTOL, GRADIENT_RTOL = 1e-6, 1e-5
-
-DENSE = ModelSpec(
-    name="dense", source="test", layers=4, d_model=32, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab=96,
-    sliding_window=6, global_every=2, attention_sinks=True, attention_softcap=3.0, position="learned", max_context=16,
-)  # fmt: skip
-MOE = ModelSpec(
-    name="moe", source="test", layers=2, d_model=32, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab=96,
-    experts=Experts(experts=8, per_token=2, d_ff=16),
-)  # fmt: skip
-MLA = ModelSpec(
-    name="mla", source="test", layers=3, d_model=32, heads=4, kv_heads=4, head_dim=12, d_ff=64, vocab=96,
-    latent_attention=LatentAttention(
-        kv_lora_rank=16, q_lora_rank=24, nope_head_dim=8, rope_head_dim=4, v_head_dim=8
-    ),
-    experts=Experts(
-        experts=8, per_token=3, d_ff=16, shared_d_ff=16, first_dense_layers=1, score="sigmoid", score_scale=2.5,
-        groups=4, groups_per_token=2, balancing_bias=True,
-    ),
-    prediction_layers=1,
-)  # fmt: skip
-LATENT = ModelSpec(
-    name="latent", source="test", layers=1, d_model=32, heads=4, kv_heads=4, head_dim=12, d_ff=64, vocab=96,
-    latent_attention=LatentAttention(kv_lora_rank=16, nope_head_dim=8, rope_head_dim=4, v_head_dim=8),
-    prediction_layers=1,
-)  # fmt: skip
-BATCH = ("packed", "rows")
-RING = {"context_strategy": "ring"}
-DROPLESS, TIGHT, CAPACITY = Dispatch(), Dispatch("dropless", 0.5), Dispatch("capacity", 1.0)
-
-TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, other keys and what the batch is like
-    (MOE, DROPLESS, 1, {"expert": 8}, {}, 1, {}),
-    (MOE, TIGHT, 1, {"fsdp": 2, "expert": 4}, {}, 2, {}),
-    (MOE, CAPACITY, 1, {"data": 2, "expert": 2, "tensor": 2}, {}, 1, {}),
-    (MLA, TIGHT, 2, {"expert": 2, "tensor": 2}, {"fsdp": 2}, 2, {}),
-    # Four rows on eight devices: each gets less than one.
-    (DENSE, DROPLESS, 2, {"fsdp": 2, "context": 2}, {"context": 2}, 1, {"rows": 4}),
-    (DENSE, DROPLESS, 1, {"data": 2, "context": 2, "tensor": 2}, {}, 2, RING | {"rows": 4, "packed": False}),
-    (MOE, TIGHT, 1, {"context": 2, "expert": 4}, {}, 1, {"context_strategy": "ulysses"}),
-    (LATENT, DROPLESS, 1, {"fsdp": 2, "context": 4}, {}, 1, {"rows": 4}),
-    (DENSE, DROPLESS, 1, {"pipeline": 4}, {}, 1, {}),
-    (DENSE, DROPLESS, 1, {"pipeline": 2}, {}, 1, {"pipeline_repeats": 2, "pipeline_microbatches": 4}),
-    (DENSE, DROPLESS, 2, {"data": 2, "fsdp": 2}, {"pipeline": 2}, 2, {"pipeline_gather": "microbatch"}),
-    (MOE, CAPACITY, 1, {"pipeline": 2, "tensor": 2}, {}, 1, {}),
-    (MLA, TIGHT, 1, {"pipeline": 2, "fsdp": 2, "expert": 2}, {}, 1, {}),
-]
+BATCHES = ("packed", "whole")
 
 
-def label(row):
-    spec, dispatch, _, ici, dcn, steps, keys = row
-    axes = [f"{n}{k}" for k, n in ici.items()] + [f"dcn{n}{k}" for k, n in dcn.items()]
-    others = [f"{key.rpartition('_')[2]}-{value}" for key, value in keys.items() if key not in BATCH]
-    return "-".join([spec.name, dispatch.kind, *axes, *(["accumulated"] if steps > 1 else []), *others])
+def pytest_generate_tests(metafunc):
+    if "row" in metafunc.fixturenames:
+        rows = full_table() if metafunc.config.getoption("every_layout") else covering_table()
+        metafunc.parametrize("row", rows, ids=lambda row: row.name)
 
 
-def batch_of(spec, packed, rows):
-    """Packed rows with joints and padding, or each of one document."""
+def batch_of(spec, like):
+    """Packed rows with joints and padding, or each of one whole document."""
     rng = np.random.default_rng(0)
-    B, T = rows, 16
+    B, T = ROWS, TOKENS
     segments = np.sort(rng.integers(1, 4, (B, T)), axis=1)
     segments[3:, 13:] = 0
     starts = np.concatenate([np.ones((B, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
@@ -90,7 +54,7 @@ def batch_of(spec, packed, rows):
     tokens, targets = rng.integers(0, spec.vocab, (2, B, T))
     ends = np.concatenate([starts[:, 1:], np.ones((B, 1), bool)], axis=1)
     targets[ends | (segments == 0)] = -1
-    if not packed:
+    if like == "whole":
         segments, positions = np.ones((B, T)), np.tile(np.arange(T), (B, 1))
     return {"tokens": tokens, "targets": targets, "segment_ids": segments, "positions": positions}
 
@@ -102,82 +66,119 @@ def weights_of(spec):
         return jax.device_get(jax.jit(lambda: transformer.init(spec, jax.random.key(0)))())
 
 
+@functools.cache
+def layout_of(spec):
+    """The Weights, and the dims of each."""
+    return transformer.weights(spec)
+
+
 def placed(spec, mesh):
     """Those weights, sharded as ``init`` does it on this mesh, which is in force."""
-    made = jax.eval_shape(lambda: transformer.init(spec, jax.random.key(0)))
     return jax.tree.map(
-        lambda x, leaf: jax.device_put(x, jax.NamedSharding(mesh, leaf.sharding.spec)), weights_of(spec), made
+        lambda weight, x: jax.device_put(x, jax.NamedSharding(mesh, partition(*weight.dims))),
+        layout_of(spec),
+        weights_of(spec),
     )
 
 
-def compiled(spec, dispatch, slices, ici, dcn, steps, more):
-    """(the mesh, the compiled function of (params, batch) to ((objective, terms), gradients))."""
-    degrees = {f"{net}_{axis}_parallelism": 1 for net in ("ici", "dcn") for axis in ("data", "fsdp")}
-    for network, asked in (("ici", ici), ("dcn", dcn)):
-        degrees |= {f"{network}_{axis}_parallelism": degree for axis, degree in asked.items()}
-    keys = {key: value for key, value in more.items() if key not in BATCH}
-    keys = degrees | keys | {"gradient_accumulation_steps": steps}
-    config = load_config(None, [f"{key}={value}" for key, value in keys.items()]).config
-    count = slices * int(np.prod(list(ici.values())))
-    array = np.empty(count, dtype=object)
-    array[:] = jax.devices()[:count]
-    mesh = build_mesh(config, SliceDevices(array.reshape(slices, -1)))
+def config_and_mesh(row):
+    config = load_config(None, [f"{key}={value}" for key, value in row.keys.items()]).config
+    ici, dcn = row.degrees
+    num_slices = int(np.prod([*dcn.values()], dtype=int))
+    array = np.empty(num_slices * int(np.prod([*ici.values()])), dtype=object)
+    array[:] = jax.devices()[: array.size]
+    return config, build_mesh(config, SliceDevices(array.reshape(num_slices, -1)))
+
+
+def results(row):
+    """(by what the batch is like ((objective, terms), gradients), the text of the compiled program)."""
+    spec, (config, mesh) = row.spec, config_and_mesh(row)
+    keys = config.parallelism
+    rules.check(spec, ROWS, dict(mesh.shape))
+    context.check(spec, TOKENS, keys.context_strategy, config.model.moe_dispatch, dict(mesh.shape))
     pipeline = choices.pipeline(config, spec, mesh)
+    dispatch = Dispatch(config.model.moe_dispatch, config.model.capacity_factor)
     weights = Weights(z_loss=1e-3, prediction=0.3, balance=0.01)
-    strategy = config.parallelism.context_strategy
-    kernel = Kernel("reference", strategy=strategy)
-    order = context.order(16, mesh.shape["context"], strategy)
+    kernel = Kernel("reference", strategy=keys.context_strategy)
+    order = context.order(TOKENS, mesh.shape["context"], keys.context_strategy)
     order = slice(None) if order is None else order
 
     def differentiate(params, batch):
         def one(params, part):
-            whole = counts(batch)
             how = {"dtype": jnp.float32, "dispatch": dispatch, "kernel": kernel, "pipeline": pipeline}
-            return objective(params, spec, part, whole, weights, **how)
+            return objective(params, spec, part, counts(batch), weights, **how)
 
-        return accumulated(jax.value_and_grad(one, has_aux=True), params, batch, steps)
+        return accumulated(jax.value_and_grad(one, has_aux=True), params, batch, row.steps)
 
     with jax.set_mesh(mesh):
         sharding = jax.NamedSharding(mesh, partition("batch", "sequence"))
-        rows = batch_of(spec, more.get("packed", True), more.get("rows", 16))
-        batch = {k: jax.device_put(v.astype(np.int32)[:, order], sharding) for k, v in rows.items()}
-        params = placed(spec, mesh)
-        program = jax.jit(differentiate).lower(params, batch).compile()
-    return program, params, batch
+        params, batches = placed(spec, mesh), {}
+        for like in BATCHES:
+            rows = {k: v.astype(np.int32)[:, order] for k, v in batch_of(spec, like).items()}
+            batches[like] = jax.device_put(rows, sharding)
+        program = jax.jit(differentiate).lower(params, batches["packed"]).compile()
+        return {like: program(params, batch) for like, batch in batches.items()}, program.as_text()
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """The results of one device, by model, by whether choices are dropped, and by what the batch is like."""
-    found = {}
-
-    def result(spec, dispatch, *, packed=True, rows=16):
-        key = (spec.name, dispatch.kind, packed, rows)
-        if key not in found:
-            batch = {"packed": packed, "rows": rows}
-            program, params, batch = compiled(spec, dispatch, 1, {"fsdp": 1}, {}, 1, batch)
-            found[key] = program(params, batch)
-        return found[key]
-
-    return result
+@functools.cache
+def alone(spec, drops):
+    """The results of one device; a capacity drops choices."""
+    dispatch = "capacity" if drops else "dropless" if spec.experts else ""
+    return results(Row(spec, (), dispatch=dispatch))[0]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=label)
-def test_every_layout_gives_the_loss_and_every_gradient_of_one_device(alone, row, capfd):
-    spec, dispatch, _, ici, _, _, more = row
-    like = {key: value for key, value in more.items() if key in BATCH}
-    (one_total, one_terms), one_gradients = alone(spec, dispatch, **like)
-    program, params, batch = compiled(*row)
-    (total, terms), gradients = program(params, batch)
-    np.testing.assert_allclose(total, one_total, rtol=LOSS_RTOL)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=LOSS_RTOL), terms, one_terms)
-    ours, wanted = transformer.leaves(gradients), transformer.leaves(one_gradients)
-    for name in wanted:
-        scale = np.abs(wanted[name]).max()
-        assert scale > 0 or name.endswith("balance_bias"), name
-        np.testing.assert_allclose(ours[name], wanted[name], atol=GRADIENT_RTOL * scale, rtol=0, err_msg=name)
-    axes = re.findall(r"all-to-all\(.*?replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", program.as_text())
-    ulysses = more.get("context_strategy") == "ulysses"
-    exchanged = ["'expert'"] * ("expert" in ici) + ["'context'"] * ulysses
+def test_every_layout_gives_the_loss_and_every_gradient_of_one_device(row, capfd):
+    found, program = results(row)
+    for like, one_device in alone(row.spec, row.dispatch == "capacity").items():
+        (one_total, one_terms), one_gradients = one_device
+        (total, terms), gradients = found[like]
+        np.testing.assert_allclose(total, one_total, rtol=LOSS_RTOL)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=LOSS_RTOL), terms, one_terms)
+        ours, wanted = transformer.leaves(gradients), transformer.leaves(one_gradients)
+        for name in wanted:
+            scale = np.abs(wanted[name]).max()
+            assert scale > 0 or name.endswith("balance_bias"), name
+            np.testing.assert_allclose(
+                ours[name], wanted[name], atol=GRADIENT_RTOL * scale, rtol=0, err_msg=name
+            )
+    axes = re.findall(r"all-to-all\(.*?replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", program)
+    exchanged = ["'expert'"] * ("expert" in row.axes) + ["'context'"] * (row.strategy == "ulysses")
     assert sorted(set(axes)) == sorted(exchanged)
     assert "rematerialization" not in capfd.readouterr().err.lower()
+
+
+def test_the_table_has_each_axis_alone_and_each_pairing_with_each_model():
+    for family in {row.family for row in every_row(1)}:
+        rows = [row for row in covering_table() if row.family == family]
+        legal = {row.axes for row in every_row(2) if row.family == family and not row.refusal}
+        assert {axes for axes in legal if len(axes) == 1} <= {row.axes for row in rows}
+        assert {tuple(sorted(axes)) for axes in legal} == pairings(row.axes for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "slices_", "sequences", "tokens"),
+    [
+        ("llama3-70b", "v5p-128", 2, 512, 8192),
+        ("llama3-8b", "v5e-256", 1, 16, 131072),
+        ("mixtral-8x7b", "v5e-256", 2, 512, 4096),
+        ("deepseek-v3", "v5p-512", 4, 2048, 4096),
+    ],
+)
+def test_every_pairing_that_the_planner_recommends_is_in_the_table(name, place, slices_, sequences, tokens):
+    shape = model_shape(models.load(name))
+    found = search(Workload(shape, tokens, sequences), slices.cluster(place, slices_), top=1000)
+    layouts = [candidate.layout for candidate in found.ranked]
+    layouts += [family.best.layout for family in found.families]
+    recommended = pairings(tuple(a for a in AXES if layout.total(a) > 1) for layout in layouts)
+    tested = [row for row in covering_table() if bool(row.spec.experts) >= bool(shape.routed_parameters)]
+    assert recommended <= pairings(row.axes for row in tested)
+
+
+def test_training_refuses_what_the_planner_refuses_in_the_same_words(monkeypatch):
+    refused = {(row.spec.name, row.axes, row.refusal): row for row in every_row(2) if row.refusal}
+    assert refused
+    for row in refused.values():
+        monkeypatch.setattr(step, "load_spec", lambda _, spec=row.spec: spec)
+        with pytest.raises(UserError) as error:
+            step.build_train_step(*config_and_mesh(row))
+        assert str(error.value) == row.refusal, row.name
