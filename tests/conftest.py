@@ -27,6 +27,14 @@ settings.register_profile("any-load", deadline=None, suppress_health_check=[Heal
 settings.load_profile("any-load")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every-layout",
+        action="store_true",
+        help="tests/train/test_layouts.py runs every pairing with all options: an hour",
+    )
+
+
 def pytest_sessionstart():
     """JAX counts its devices once, and tests may change the variables above."""
     import jax

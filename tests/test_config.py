@@ -176,6 +176,16 @@ def test_mismatch_names_both_numbers_and_what_fits():
         resolved(["dcn_data_parallelism=3"], 2, 4)
 
 
+def test_a_mismatch_lists_every_axis_that_was_asked_for():
+    """First come the splits that keep what was asked of an axis that not every layout has."""
+    asked = ["ici_fsdp_parallelism=2", "ici_context_parallelism=2", "ici_pipeline_parallelism=1"]
+    fit = r"\(ici_fsdp_parallelism=2 x ici_context_parallelism=2\).*\(data x fsdp x context x tensor\): 1x4x2x1, "
+    with pytest.raises(UserError, match=fit):
+        resolved(asked, 1, 8)
+    with pytest.raises(UserError, match=r"fit \(data x pipeline x fsdp x tensor\): 1x1x2x1, 1x2x1x1, "):
+        resolved(["dcn_pipeline_parallelism=4", "dcn_data_parallelism=1"], 2, 8)
+
+
 def test_two_filling_axes_and_zero_are_refused():
     with pytest.raises(UserError, match="only one ici_ axis may fill"):
         resolved(["ici_data_parallelism=-1"], 1, 4)

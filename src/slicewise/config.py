@@ -36,6 +36,11 @@ from slicewise.errors import UserError, did_you_mean
 # Mesh axes, slowest first; each has an ici_ and a dcn_ key.
 AXES = ("data", "pipeline", "fsdp", "expert", "context", "tensor")
 STORED = "the run's config"  # origin of values that were accepted once: they are not judged again
+ALWAYS_LISTED = (
+    "data",
+    "fsdp",
+    "tensor",
+)  # where a message lists degrees; the others where they are asked for
 LARGEST = 2**31 - 1  # devices count steps and tokens in 32 bits
 
 
@@ -509,20 +514,34 @@ def _fill(config: RunConfig, network: Literal["ici", "dcn"], size: int, found: s
     asked = " x ".join(f"{keys[a]}={d}" for a, d in degrees.items() if d not in (1, -1)) or "all axes 1"
     if (fill and size % product) or (not fill and product != size):
         relation = "does not divide" if fill else "is not"
+        listed = {a: d for a, d in degrees.items() if a in ALWAYS_LISTED or d > 1}
         raise UserError(
             f"the {network}_ axes multiply to {product} ({asked}), which {relation} the {found} found;"
-            f" these fit (data x fsdp x tensor): {_factorisations(size)}."
+            f" these fit ({' x '.join(listed)}): {_factorisations(size, listed)}."
         )
     return {axis: size // product if degree == -1 else degree for axis, degree in degrees.items()}
 
 
-def _factorisations(size: int, limit: int = 12) -> str:
-    """The factorisations of ``size`` over the axes, the simplest first."""
+def _factorisations(size: int, asked: Mapping[str, int], limit: int = 12) -> str:
+    """The factorisations of ``size`` over the axes of ``asked``: first those that keep what was asked of an axis that
+    not every layout has, then the simplest."""
+    chosen = [(k, d) for k, (axis, d) in enumerate(asked.items()) if axis not in ALWAYS_LISTED]
+
+    def order(split: tuple[int, ...]) -> tuple:
+        changed = sum(split[k] != degree for k, degree in chosen)
+        return changed, sum(d > 1 for d in split), split[0], split[-1]
+
+    splits = sorted(_splits(size, len(asked)), key=order)
+    shown = ", ".join("x".join(map(str, split)) for split in splits[:limit])
+    return shown + (", ..." if len(splits) > limit else "")
+
+
+def _splits(size: int, axes: int) -> list[tuple[int, ...]]:
+    """Every way to write ``size`` as a product of so many degrees."""
+    if axes == 1:
+        return [(size,)]
     divisors = [d for d in range(1, size + 1) if size % d == 0]
-    triples = [(a, b, size // (a * b)) for a in divisors for b in divisors if size % (a * b) == 0]
-    triples.sort(key=lambda t: (sum(d > 1 for d in t), t[0], t[2]))
-    shown = ", ".join("x".join(map(str, t)) for t in triples[:limit])
-    return shown + (", ..." if len(triples) > limit else "")
+    return [(d, *rest) for d in divisors for rest in _splits(size // d, axes - 1)]
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,44 @@ def test_a_sweep_is_ranked_by_time(two_slices, capsys, monkeypatch):
     assert all(len(one["times_s"]) == 2 and one["plan_step_s"] is None for one in found["layouts"])
 
 
+def out_of_memory_when(is_tight, monkeypatch):
+    """A compiler that finds no room for some meshes, in the words of the one for TPUs."""
+    options = bench_shardings._options
+
+    def compile_options(mesh):
+        if is_tight(dict(mesh.shape)):
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Ran out of memory: trying to allocate 3.1G."
+            )
+        return options(mesh)
+
+    monkeypatch.setattr(bench_shardings, "_options", compile_options)
+
+
+def test_a_sweep_goes_on_past_a_layout_that_does_not_fit(two_slices, capsys, monkeypatch):
+    some = list(bench_shardings.layouts(TINY, 2, 2))[:3]
+    monkeypatch.setattr(bench_shardings, "layouts", lambda *_: some)
+    out_of_memory_when(lambda degrees: degrees["tensor"] == 4, monkeypatch)
+    assert cli.main(["bench", "shardings", *OPTIONS, "--sweep"]) == 0
+    rows = capsys.readouterr().out.splitlines()[3:]
+    assert [row[:3].strip() for row in rows[:3]] == ["1", "2", "-"]
+    assert "does not fit" in rows[2]
+    assert rows[2].endswith("dcn tensor 2 x ici tensor 2")
+    assert rows[4] == (
+        "does not fit: out of memory: a device cannot give 3.1G for dcn tensor 2 x ici tensor 2"
+    )
+    assert cli.main(["bench", "shardings", *OPTIONS, "--sweep", "--json"]) == 0
+    last = json.loads(capsys.readouterr().out)["layouts"][-1]
+    assert (last["step_s"], last["times_s"]) == (None, [])
+    assert last["lack"] == "out of memory: a device cannot give 3.1G"
+
+
+def test_a_stack_that_no_layout_fits_is_refused(two_slices, capsys, monkeypatch):
+    out_of_memory_when(lambda degrees: True, monkeypatch)
+    assert cli.main(["bench", "shardings", *OPTIONS]) == 2
+    assert "a device cannot give 3.1G; lower --batch-size" in capsys.readouterr().err
+
+
 def test_devices_that_are_not_here_are_predicted(capsys):
     command = ["bench", "shardings", "--chip", "v4", "--topology", "2x2x1", "ici_fsdp_parallelism=4"]
     assert cli.main(command) == 0

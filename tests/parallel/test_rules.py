@@ -42,7 +42,7 @@ def test_a_fitting_layout_passes():
         (
             "llama3-8b",
             {"expert": 2},
-            "expert parallelism 2 needs a mixture of experts, which llama3-8b is not",
+            "expert = 2 needs a mixture of experts, which llama3-8b is not",
         ),
         (
             "mixtral-8x7b",

@@ -36,7 +36,7 @@ def test_a_config_is_priced_with_its_own_degrees_and_policy():
         (["compute_dtype=float32"], "only bfloat16 steps can be priced; set compute_dtype=bfloat16"),
         (["ici_tensor_parallelism=3"], "does not divide the 8 devices"),
         (["dcn_expert_parallelism=2", "dcn_data_parallelism=1"], "divided between slices cannot be priced"),
-        (["ici_expert_parallelism=2"], "expert = 2 does not divide the 1 experts of demo-1m"),
+        (["ici_expert_parallelism=2"], "expert = 2 needs a mixture of experts, which demo-1m is not"),
         (["ici_tensor_parallelism=8"], "tensor = 8 does not divide the heads"),
         (["global_batch_size=8"], "the nearest that can is 16"),
     ],

@@ -1,26 +1,36 @@
-"""Every layout computes what one device does: dense models, mixtures of experts, latent attention, adapters."""
+"""Every layout computes what one device does: dense models, mixtures of experts, latent attention, adapters.
+
+The table is made in tests/helpers/layout_table.py: each axis alone and each pairing with each model.
+"""
 
 import functools
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slicewise.catalog.model import Experts, LatentAttention, ModelSpec
+from layout_table import MODELS, ROWS, TOKENS, Row, covering_table, every_row, full_table, pairings
+from slicewise.catalog import model as models
+from slicewise.catalog import slices
 from slicewise.config import RunConfig, load_config
 from slicewise.costs.adapters import Lora
+from slicewise.costs.layout import AXES
+from slicewise.costs.shapes import model_shape
+from slicewise.errors import UserError
 from slicewise.kernels.attention.api import Kernel
 from slicewise.model import transformer
 from slicewise.model.lora import Adapter, adapted, adapters, freeze, merged_params
 from slicewise.model.params import mapped
-from slicewise.parallel import context
+from slicewise.parallel import context, rules
 from slicewise.parallel.cluster import SliceDevices, by_slice
 from slicewise.parallel.expert import Dispatch
 from slicewise.parallel.mesh import build_mesh
 from slicewise.parallel.rules import partition
-from slicewise.train import choices
+from slicewise.plan.search import Workload, search
+from slicewise.train import choices, step
 from slicewise.train.accumulate import accumulated
 from slicewise.train.objective import Weights, counts, objective
 
@@ -28,70 +38,26 @@ pytestmark = pytest.mark.slow
 
 # Of float32 sums in another order: relative to the loss, and to the largest entry of each gradient.
 LOSS_RTOL, GRADIENT_RTOL = 1e-6, 1e-5
-
-DENSE = ModelSpec(
-    name="dense", source="test", layers=4, d_model=32, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab=96,
-    sliding_window=6, global_every=2, attention_sinks=True, attention_softcap=3.0, position="learned", max_context=16,
-)  # fmt: skip
-MOE = ModelSpec(
-    name="moe", source="test", layers=2, d_model=32, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab=96,
-    experts=Experts(experts=8, per_token=2, d_ff=16),
-)  # fmt: skip
-MLA = ModelSpec(
-    name="mla", source="test", layers=3, d_model=32, heads=4, kv_heads=4, head_dim=12, d_ff=64, vocab=96,
-    latent_attention=LatentAttention(
-        kv_lora_rank=16, q_lora_rank=24, nope_head_dim=8, rope_head_dim=4, v_head_dim=8
-    ),
-    experts=Experts(
-        experts=8, per_token=3, d_ff=16, shared_d_ff=16, first_dense_layers=1, score="sigmoid", score_scale=2.5,
-        groups=4, groups_per_token=2, balancing_bias=True,
-    ),
-    prediction_layers=1,
-)  # fmt: skip
-LATENT = ModelSpec(
-    name="latent", source="test", layers=1, d_model=32, heads=4, kv_heads=4, head_dim=12, d_ff=64, vocab=96,
-    latent_attention=LatentAttention(kv_lora_rank=16, nope_head_dim=8, rope_head_dim=4, v_head_dim=8),
-    prediction_layers=1,
-)  # fmt: skip
+BATCHES = ("packed", "whole")
 LORA = Lora(4, base_dtype="int8")
-BATCH = ("packed", "rows")
-NO_KEYS = (*BATCH, "adapters")
-RING, EACH, ADAPTERS = {"context_strategy": "ring"}, {"pipeline_gather": "microbatch"}, {"adapters": True}
-DROPLESS, TIGHT, CAPACITY = Dispatch(), Dispatch("dropless", 0.5), Dispatch("capacity", 1.0)
-
-TABLE = [  # model, dispatch, slices, degrees over ICI and DCN, microbatches, other keys and what the batch is like
-    (MOE, DROPLESS, 1, {"expert": 8}, {}, 1, {}),
-    (MOE, TIGHT, 1, {"fsdp": 2, "expert": 4}, {}, 2, {}),
-    (MOE, CAPACITY, 1, {"data": 2, "expert": 2, "tensor": 2}, {}, 1, {}),
-    (MLA, TIGHT, 2, {"expert": 2, "tensor": 2}, {"fsdp": 2}, 2, {}),
-    # Four rows on eight devices: each gets less than one.
-    (DENSE, DROPLESS, 2, {"fsdp": 2, "context": 2}, {"context": 2}, 1, {"rows": 4}),
-    (DENSE, DROPLESS, 1, {"data": 2, "context": 2, "tensor": 2}, {}, 2, RING | {"rows": 4, "packed": False}),
-    (MOE, TIGHT, 1, {"context": 2, "expert": 4}, {}, 1, {"context_strategy": "ulysses"}),
-    (LATENT, DROPLESS, 1, {"fsdp": 2, "context": 4}, {}, 1, {"rows": 4}),
-    (DENSE, DROPLESS, 1, {"pipeline": 4, "context": 2}, {}, 1, {}),
-    (DENSE, DROPLESS, 1, {"pipeline": 2, "context": 2, "tensor": 2}, {}, 1, RING | {"pipeline_repeats": 2}),
-    (DENSE, DROPLESS, 2, {"data": 2, "fsdp": 2}, {"pipeline": 2}, 2, EACH),
-    (MLA, TIGHT, 1, {"pipeline": 2, "expert": 2, "context": 2}, {}, 1, {"context_strategy": "ulysses"}),
-    # Of adapters on weights that are frozen in 8 bits.
-    (MOE, CAPACITY, 1, {"fsdp": 4, "expert": 2}, {}, 1, ADAPTERS),
-    (DENSE, DROPLESS, 1, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {}, 1, ADAPTERS | {"pipeline_repeats": 2}),
-    (MOE, CAPACITY, 1, {"pipeline": 2, "fsdp": 2, "expert": 2}, {}, 2, ADAPTERS | EACH),
-]
+DENSE, MOE, *_ = MODELS
+ADAPTED = (  # of adapters on weights that are frozen in 8 bits
+    Row(MOE, ("fsdp", "expert"), dispatch="capacity"),
+    Row(DENSE, ("fsdp", "tensor", "pipeline"), schedule="circular", gather="step"),
+    Row(MOE, ("fsdp", "expert", "pipeline"), "", "gpipe", "microbatch", "capacity", steps=2),
+)
 
 
-def label(row):
-    spec, dispatch, _, ici, dcn, steps, keys = row
-    axes = [f"{n}{k}" for k, n in ici.items()] + [f"dcn{n}{k}" for k, n in dcn.items()]
-    others = [f"{key.rpartition('_')[2]}-{value}" for key, value in keys.items() if key not in NO_KEYS]
-    others += ["accumulated"] * (steps > 1) + ["adapters"] * ("adapters" in keys)
-    return "-".join([spec.name, dispatch.kind, *axes, *others])
+def pytest_generate_tests(metafunc):
+    if "row" in metafunc.fixturenames:
+        rows = full_table() if metafunc.config.getoption("every_layout") else covering_table()
+        metafunc.parametrize("row", rows, ids=lambda row: row.name)
 
 
-def batch_of(spec, packed, rows):
-    """Packed rows with joints and padding, or each of one document."""
+def batch_of(spec, like):
+    """Packed rows with joints and padding, or each of one whole document."""
     rng = np.random.default_rng(0)
-    B, T = rows, 16
+    B, T = ROWS, TOKENS
     segments = np.sort(rng.integers(1, 4, (B, T)), axis=1)
     segments[3:, 13:] = 0
     starts = np.concatenate([np.ones((B, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
@@ -99,7 +65,7 @@ def batch_of(spec, packed, rows):
     tokens, targets = rng.integers(0, spec.vocab, (2, B, T))
     ends = np.concatenate([starts[:, 1:], np.ones((B, 1), bool)], axis=1)
     targets[ends | (segments == 0)] = -1
-    if not packed:
+    if like == "whole":
         segments, positions = np.ones((B, T)), np.tile(np.arange(T), (B, 1))
     return {"tokens": tokens, "targets": targets, "segment_ids": segments, "positions": positions}
 
@@ -144,18 +110,23 @@ def of_adapters(gradients, trained):
     return {name: one(name, pair) for name, pair in trained.items()}
 
 
+def by_name(trained):
+    if not isinstance(trained, dict):
+        return transformer.leaves(trained)
+    pairs = ((f"{name}.lora_{x}", getattr(pair, f"lora_{x}")) for name, pair in trained.items() for x in "ab")
+    return dict(pairs)
+
+
 def placed(spec, mesh, is_tuned):
     """(what is trained, what is frozen or None), sharded as a step does it on this mesh, which is in force."""
 
     def made():
-        params, named = (
-            transformer.init(spec, jax.random.key(0)),
-            transformer.leaves(transformer.weights(spec)),
-        )
+        layout = transformer.weights(spec)
+        params, named = transformer.init(spec, jax.random.key(0)), transformer.leaves(layout)
         if not is_tuned:
             return params, None
         frozen = mapped(lambda name, x: freeze(name, named[name], x, LORA), params)
-        return transformer.start(adapters(transformer.weights(spec), LORA), jax.random.key(0)), frozen
+        return transformer.start(adapters(layout, LORA), jax.random.key(0)), frozen
 
     return jax.tree.map(
         lambda x, leaf: jax.device_put(x, jax.NamedSharding(mesh, leaf.sharding.spec)),
@@ -164,89 +135,140 @@ def placed(spec, mesh, is_tuned):
     )
 
 
-def compiled(spec, dispatch, slices, ici, dcn, steps, more):
-    """(the compiled function of (trained, frozen, batch) to ((objective, terms), gradients), its arguments)."""
-    degrees = {f"{net}_{axis}_parallelism": 1 for net in ("ici", "dcn") for axis in ("data", "fsdp")}
-    for network, asked in (("ici", ici), ("dcn", dcn)):
-        degrees |= {f"{network}_{axis}_parallelism": degree for axis, degree in asked.items()}
-    keys = {key: value for key, value in more.items() if key not in NO_KEYS}
-    keys = degrees | keys | {"gradient_accumulation_steps": steps}
-    config = load_config(None, [f"{key}={value}" for key, value in keys.items()]).config
-    count = slices * int(np.prod(list(ici.values())))
-    array = np.empty(count, dtype=object)
-    array[:] = jax.devices()[:count]
-    mesh = build_mesh(config, SliceDevices(array.reshape(slices, -1)))
+def config_and_mesh(row):
+    config = load_config(None, [f"{key}={value}" for key, value in row.keys.items()]).config
+    ici, dcn = row.degrees
+    num_slices = int(np.prod([*dcn.values()], dtype=int))
+    array = np.empty(num_slices * int(np.prod([*ici.values()])), dtype=object)
+    array[:] = jax.devices()[: array.size]
+    return config, build_mesh(config, SliceDevices(array.reshape(num_slices, -1)))
+
+
+def compiled(row, is_tuned=False):
+    """(the compiled function of (trained, frozen, batch) to ((objective, terms), gradients), what is trained, what is
+    frozen, batches by what they are like)."""
+    spec, (config, mesh) = row.spec, config_and_mesh(row)
+    keys = config.parallelism
+    rules.check(spec, ROWS, dict(mesh.shape))
+    context.check(spec, TOKENS, keys.context_strategy, config.model.moe_dispatch, dict(mesh.shape))
     pipeline = choices.pipeline(config, spec, mesh)
+    dispatch = Dispatch(config.model.moe_dispatch, config.model.capacity_factor)
     weights = Weights(z_loss=1e-3, prediction=0.3, balance=0.01)
-    strategy = config.parallelism.context_strategy
-    kernel = Kernel("reference", strategy=strategy)
-    order = context.order(16, mesh.shape["context"], strategy)
+    kernel = Kernel("reference", strategy=keys.context_strategy)
+    order = context.order(TOKENS, mesh.shape["context"], keys.context_strategy)
     order = slice(None) if order is None else order
 
     def differentiate(trained, frozen, batch):
         def one(trained, part):
-            whole, params = counts(batch), trained if frozen is None else adapted(frozen, trained, LORA)
+            params = adapted(frozen, trained, LORA) if is_tuned else trained
             how = {"dtype": jnp.float32, "dispatch": dispatch, "kernel": kernel, "pipeline": pipeline}
-            return objective(params, spec, part, whole, weights, is_frozen=frozen is not None, **how)
+            return objective(params, spec, part, counts(batch), weights, is_frozen=is_tuned, **how)
 
-        return accumulated(jax.value_and_grad(one, has_aux=True), trained, batch, steps)
+        return accumulated(jax.value_and_grad(one, has_aux=True), trained, batch, row.steps)
 
     with jax.set_mesh(mesh):
         sharding = jax.NamedSharding(mesh, partition("batch", "sequence"))
-        rows = batch_of(spec, more.get("packed", True), more.get("rows", 16))
-        batch = {k: jax.device_put(v.astype(np.int32)[:, order], sharding) for k, v in rows.items()}
-        given = (*placed(spec, mesh, "adapters" in more), batch)
-        program = jax.jit(differentiate).lower(*given).compile()
-    return program, given
+        (trained, frozen), batches = placed(spec, mesh, is_tuned), {}
+        for like in BATCHES:
+            rows = {k: v.astype(np.int32)[:, order] for k, v in batch_of(spec, like).items()}
+            batches[like] = jax.device_put(rows, sharding)
+        program = jax.jit(differentiate).lower(trained, frozen, batches["packed"]).compile()
+    return program, trained, frozen, batches
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """The results of one device, by model, by whether choices are dropped, and by what the batch is like."""
+@functools.cache
+def alone(spec, drops):
+    """A step of one device; a capacity drops choices."""
+    return compiled(Row(spec, (), dispatch="capacity" if drops else "dropless" if spec.experts else ""))
+
+
+@functools.cache
+def of_one_device(spec, drops, is_tuned):
+    """Its results by what the batch is like; those of adapters from their gradients as plain weights."""
+    program, params, _, batches = alone(spec, drops)
+    if not is_tuned:
+        return {like: program(params, None, batch) for like, batch in batches.items()}
+    trained, _, merged = tuned(spec)
+    params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), merged, params)
     found = {}
-
-    def result(spec, dispatch, *, packed=True, rows=16, adapters=False):
-        key = (spec.name, dispatch.kind, packed, rows)
-        if key not in found:
-            batch = {"packed": packed, "rows": rows}
-            program, given = compiled(spec, dispatch, 1, {"fsdp": 1}, {}, 1, batch)
-            found[key] = program, given, program(*given)
-        program, (params, _, batch), of_weights = found[key]
-        if not adapters:
-            return *of_weights[:1], transformer.leaves(of_weights[1])
-        merged = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), tuned(spec)[2], params)
-        objective, gradients = program(merged, None, batch)
-        return objective, by_name(of_adapters(transformer.leaves(gradients), tuned(spec)[0]))
-
-    return result
+    for like, batch in batches.items():
+        objective, gradients = program(params, None, batch)
+        found[like] = objective, of_adapters(transformer.leaves(gradients), trained)
+    return found
 
 
-def by_name(trained):
-    if not isinstance(trained, dict):
-        return transformer.leaves(trained)
-    pairs = ((f"{name}.lora_{x}", getattr(pair, f"lora_{x}")) for name, pair in trained.items() for x in "ab")
-    return dict(pairs)
+def check_as_one_device(row, is_tuned=False):
+    """The text of the program, whose results are those of one device."""
+    program, trained, frozen, batches = compiled(row, is_tuned)
+    expected = of_one_device(row.spec, row.dispatch == "capacity", is_tuned)
+    for like, ((one_total, one_terms), one_gradients) in expected.items():
+        (total, terms), gradients = program(trained, frozen, batches[like])
+        np.testing.assert_allclose(total, one_total, rtol=LOSS_RTOL)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=LOSS_RTOL), terms, one_terms)
+        ours, wanted = by_name(gradients), by_name(one_gradients)
+        assert ours.keys() == wanted.keys()
+        for name in wanted:
+            scale = np.abs(wanted[name]).max()
+            assert scale > 0 or name.endswith("balance_bias"), name
+            np.testing.assert_allclose(
+                ours[name], wanted[name], atol=GRADIENT_RTOL * scale, rtol=0, err_msg=name
+            )
+    return program.as_text()
 
 
-@pytest.mark.parametrize("row", TABLE, ids=label)
-def test_every_layout_gives_the_loss_and_every_gradient_of_one_device(alone, row, capfd):
-    spec, dispatch, _, ici, _, _, more = row
-    like = {key: value for key, value in more.items() if key in NO_KEYS}
-    (one_total, one_terms), wanted = alone(spec, dispatch, **like)
-    program, given = compiled(*row)
-    (total, terms), gradients = program(*given)
-    np.testing.assert_allclose(total, one_total, rtol=LOSS_RTOL)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=LOSS_RTOL), terms, one_terms)
-    ours = by_name(gradients)
-    assert ours.keys() == wanted.keys()
-    for name in wanted:
-        scale = np.abs(wanted[name]).max()
-        assert scale > 0 or name.endswith("balance_bias"), name
-        np.testing.assert_allclose(ours[name], wanted[name], atol=GRADIENT_RTOL * scale, rtol=0, err_msg=name)
-    axes = re.findall(r"all-to-all\(.*?replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", program.as_text())
-    ulysses = more.get("context_strategy") == "ulysses"
-    exchanged = ["'expert'"] * ("expert" in ici) + ["'context'"] * ulysses
+def test_every_layout_gives_the_loss_and_every_gradient_of_one_device(row, capfd):
+    program = check_as_one_device(row)
+    axes = re.findall(r"all-to-all\(.*?replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", program)
+    exchanged = ["'expert'"] * ("expert" in row.axes) + ["'context'"] * (row.strategy == "ulysses")
     assert sorted(set(axes)) == sorted(exchanged)
-    if spec is DENSE and more.get("pipeline_gather") == "microbatch":  # no stage has all of its layers whole
-        assert not re.search(r"\[2,(1,)?32,64\]", program.as_text())
     assert "rematerialization" not in capfd.readouterr().err.lower()
+
+
+@pytest.mark.parametrize("adapted_row", ADAPTED, ids=lambda row: row.name)
+def test_adapters_over_any_layout_have_the_gradients_of_one_device(adapted_row, capfd):
+    check_as_one_device(adapted_row, is_tuned=True)
+    assert "rematerialization" not in capfd.readouterr().err.lower()
+
+
+def test_a_stage_that_gathers_by_microbatch_never_has_all_of_its_layers_whole():
+    row = Row(DENSE, ("fsdp", "pipeline"), schedule="gpipe", gather="microbatch", across="pipeline")
+    whole = re.compile(r"\[2,(1,)?32,64\]")
+    assert not whole.search(compiled(row)[0].as_text())
+    assert whole.search(compiled(replace(row, gather="step"))[0].as_text())
+
+
+def test_the_table_has_each_axis_alone_and_each_pairing_with_each_model():
+    for family in {row.family for row in every_row(1)}:
+        rows = [row for row in covering_table() if row.family == family]
+        legal = {row.axes for row in every_row(2) if row.family == family and not row.refusal}
+        assert {axes for axes in legal if len(axes) == 1} <= {row.axes for row in rows}
+        assert {tuple(sorted(axes)) for axes in legal} == pairings(row.axes for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "slices_", "sequences", "tokens"),
+    [
+        ("llama3-70b", "v5p-128", 2, 512, 8192),
+        ("llama3-8b", "v5e-256", 1, 16, 131072),
+        ("mixtral-8x7b", "v5e-256", 2, 512, 4096),
+        ("deepseek-v3", "v5p-512", 4, 2048, 4096),
+    ],
+)
+def test_every_pairing_that_the_planner_recommends_is_in_the_table(name, place, slices_, sequences, tokens):
+    shape = model_shape(models.load(name))
+    found = search(Workload(shape, tokens, sequences), slices.cluster(place, slices_), top=1000)
+    layouts = [candidate.layout for candidate in found.ranked]
+    layouts += [family.best.layout for family in found.families]
+    recommended = pairings(tuple(a for a in AXES if layout.total(a) > 1) for layout in layouts)
+    tested = [row for row in covering_table() if bool(row.spec.experts) >= bool(shape.routed_parameters)]
+    assert recommended <= pairings(row.axes for row in tested)
+
+
+def test_training_refuses_what_the_planner_refuses_in_the_same_words(monkeypatch):
+    refused = {(row.spec.name, row.axes, row.refusal): row for row in every_row(2) if row.refusal}
+    assert refused
+    for row in refused.values():
+        monkeypatch.setattr(step, "load_spec", lambda _, spec=row.spec: spec)
+        with pytest.raises(UserError) as error:
+            step.build_train_step(*config_and_mesh(row))
+        assert str(error.value) == row.refusal, row.name

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slicewise.catalog import chips, slices
 from slicewise.catalog.slices import Cluster
+from slicewise.checkpoint import together
 from slicewise.config import AXES, AxisDegrees, RunConfig, resolve_degrees, with_overrides
 from slicewise.costs.remat import POLICIES
 from slicewise.errors import UserError
@@ -22,12 +23,13 @@ from slicewise.model.layers import weights_in
 from slicewise.model.linear import linear
 from slicewise.model.remat import checkpoint_policy
 from slicewise.parallel import cluster
-from slicewise.parallel.cluster import SliceDevices, wait_for_all
+from slicewise.parallel.cluster import SliceDevices
 from slicewise.parallel.mesh import build_mesh
 from slicewise.parallel.rules import partition
 from slicewise.plan.stack import STACK_AXES, Measured, Stack, predict
 from slicewise.report import jsonable, shardings
 from slicewise.train import host_memory, runtime
+from slicewise.train.faults import out_of_memory
 
 LEARNING_RATE = 1e-4
 
@@ -35,7 +37,8 @@ LEARNING_RATE = 1e-4
 def measure(stack: Stack, config: RunConfig, devices: SliceDevices, steps: int) -> Measured:
     """Times ``steps`` steps in the layout of ``config``. Every process of the job makes the same call.
 
-    Raises UserError when the layout fits neither the devices nor the stack, or the stack not their memory.
+    Where the devices run out of memory there are no times. Raises UserError when the layout fits neither the devices
+    nor the stack, or no layout of the stack their memory.
     """
     degrees = resolve_degrees(
         config, num_slices=devices.num_slices, devices_per_slice=devices.devices_per_slice
@@ -47,7 +50,8 @@ def measure(stack: Stack, config: RunConfig, devices: SliceDevices, steps: int) 
     is_priced = stack.dtype == "bfloat16" and degrees.dcn["tensor"] == 1
     plan = predict(stack, known, degrees) if known and is_priced else None
     with jax.set_mesh(mesh):
-        return Measured(degrees, _times(stack, mesh, steps, shardings.layout(degrees)), plan)
+        times, lack = _times(stack, mesh, steps)
+    return Measured(degrees, times, plan, lack)
 
 
 def report(stack: Stack, config: RunConfig, steps: int, *, sweep_all: bool, as_json: bool) -> list[str]:
@@ -56,6 +60,9 @@ def report(stack: Stack, config: RunConfig, steps: int, *, sweep_all: bool, as_j
     devices = cluster.found()
     first = devices.array.flat[0]
     found = sweep(stack, devices, steps) if sweep_all else [measure(stack, config, devices, steps)]
+    if all(one.lack for one in found):
+        every = " in every layout" if sweep_all else ""
+        raise UserError(f"{found[0].lack}{every}; lower --batch-size, --embedding-dimension or --layers.")
     peak = _peak(stack, devices)
     runtime.stop()
     if jax.process_index():
@@ -95,7 +102,7 @@ def _peak(stack: Stack, devices: SliceDevices) -> tuple[str, float]:
 
 
 def sweep(stack: Stack, devices: SliceDevices, steps: int) -> list[Measured]:
-    """Every legal layout over these devices, the fastest first."""
+    """Every legal layout over these devices, the fastest first, and last those that do not fit their memory."""
     found = []
     for overrides in layouts(stack, devices.num_slices, devices.devices_per_slice):
         found.append(measure(stack, with_overrides(RunConfig(), overrides), devices, steps))
@@ -149,19 +156,41 @@ def known_cluster(devices: SliceDevices) -> Cluster | None:
     return slices.cluster(f"{chip.name}:{'x'.join(map(str, shape))}", devices.num_slices)
 
 
-def _times(stack: Stack, mesh: Mesh, steps: int, name: str) -> tuple[float, ...]:
+def _times(stack: Stack, mesh: Mesh, steps: int) -> tuple[tuple[float, ...], str]:
+    """Seconds of each step, or none and what some process lacks."""
     step = jax.jit(_step(stack), donate_argnums=0)
     start = jax.jit(lambda: _start(stack, mesh.devices.size))
-    weights, x_BD = start()
-    compiled = step.lower(weights, x_BD).compile(compiler_options=_options(mesh))
-    wait_for_all(f"compiled_{name}")
-    weights = jax.block_until_ready(compiled(weights, x_BD))
+
+    def begin() -> tuple:
+        weights, x_BD = start()
+        return step.lower(weights, x_BD).compile(compiler_options=_options(mesh)), weights, x_BD
+
+    begun, lack = _if_it_fits(begin)
+    if begun is None:
+        return (), lack
+    compiled, weights, x_BD = begun
+    weights, lack = _if_it_fits(lambda: jax.block_until_ready(compiled(weights, x_BD)))
+    if weights is None:
+        return (), lack
     times = []
     for _ in range(steps):
         begin_s = time.perf_counter()
         weights = jax.block_until_ready(compiled(weights, x_BD))
         times.append(time.perf_counter() - begin_s)
-    return tuple(times)
+    return tuple(times), ""
+
+
+def _if_it_fits(attempt: Callable[[], Any]) -> tuple[Any, str]:
+    """What ``attempt`` returns, or None and what the first process lacks that ran out of memory: all processes go on
+    alike."""
+    result, lack = None, ""
+    try:
+        result = attempt()
+    except Exception as e:
+        if not (lack := out_of_memory(e)):
+            raise
+    lacks = [lack for lack in together.gather("fits", lack) if lack]
+    return (None, lacks[0]) if lacks else (result, "")
 
 
 def _options(mesh: Mesh) -> dict[str, bool]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import ContextStrategy
+from slicewise.costs.experts import check_capacity
 from slicewise.errors import UserError
 from slicewise.parallel.rules import in_stage, partition
 
@@ -118,11 +119,7 @@ def check(
             f"context_strategy = ulysses exchanges heads, and context parallelism {n} does not divide {kept} ="
             f" {heads} of {spec.name}; use {math.gcd(heads, n)} ways, or all_gather or ring."
         )
-    if spec.experts and dispatch == "capacity":
-        raise UserError(
-            f"moe_dispatch = capacity counts the tokens of whole sequences, which context parallelism {n} divides;"
-            " use dropless."
-        )
+    check_capacity(n, is_capacity=spec.experts is not None and dispatch == "capacity")
     if sequence_length // chunks < spec.prediction_layers:
         raise UserError(
             f"sequence_length = {sequence_length} leaves chunks of {sequence_length // chunks} tokens to context"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
+from slicewise.costs.experts import check_divided
 from slicewise.costs.layout import WEIGHT_AXES
 from slicewise.costs.pipeline import check_layers
 from slicewise.errors import UserError
@@ -112,11 +113,7 @@ def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -
                 f"tensor parallelism {tensor} does not divide {name} = {count} of {spec.name};"
                 f" choose one of {_divisors(count)}."
             )
-    if expert > 1 and spec.experts is None:
-        raise UserError(
-            f"expert parallelism {expert} needs a mixture of experts, which {spec.name} is not;"
-            " use fsdp parallelism instead."
-        )
+    check_divided(spec.name, is_sparse=spec.experts is not None, ways=expert)
     if spec.experts and spec.experts.experts % expert:
         raise UserError(
             f"expert parallelism {expert} does not divide the {spec.experts.experts} experts of {spec.name};"

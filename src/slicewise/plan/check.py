@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from slicewise.catalog.slices import Cluster
+from slicewise.costs.experts import check_capacity, check_divided
 from slicewise.costs.layout import ContextExchange, Layout, Number, Recipe
 from slicewise.costs.pipeline import check_layers, check_remat
 from slicewise.costs.shapes import ModelShape
@@ -22,6 +23,7 @@ SUBJECTS = {
 def check_layout(shape: ModelShape, cluster: Cluster, layout: Layout, seq: int) -> None:
     """Raises UserError where an axis cannot divide what it must, or sequences cannot be shared out whole."""
     limits = limits_of(shape, seq, int(layout.global_batch))
+    check_divided(shape.name, is_sparse=bool(shape.routed_parameters), ways=int(layout.total("expert")))
     for axis, subject in SUBJECTS.items():
         degree = int(layout.total(axis))
         if degree > 1 and not limits.allows(axis, degree):
@@ -54,10 +56,7 @@ def check_recipe(shape: ModelShape, layout: Layout, recipe: Recipe) -> None:
             f"context_strategy = ulysses exchanges heads, and tensor x context = {int(layout.total('tensor')) * n} does"
             f" not divide the kv heads of {shape.name}; use all_gather or ring."
         )
-    if n > 1 and shape.routed_parameters and recipe.expert_capacity_factor:
-        raise UserError(
-            f"moe_dispatch = capacity counts the tokens of whole sequences, which context = {n} divides; use dropless."
-        )
+    check_capacity(n, is_capacity=bool(shape.routed_parameters and recipe.expert_capacity_factor))
 
 
 def heads_allow(shape: ModelShape, layout: Layout, exchange: ContextExchange) -> Number:

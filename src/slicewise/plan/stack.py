@@ -4,6 +4,7 @@ The program is the first of Google's Multislice guide: each layer multiplies by 
 behind each; the step is a gradient of the sum and a plain update of the weights.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
@@ -93,12 +94,13 @@ class Measured:
     """One layout of a stack, run and timed."""
 
     degrees: AxisDegrees
-    times_s: tuple[float, ...]  # of each step
+    times_s: tuple[float, ...]  # of each step; none where it does not fit
     plan: Predicted | None  # None where the planner cannot say
+    lack: str = ""  # of memory, where it does not fit: in words
 
     @property
     def step_s(self) -> float:
-        return median(self.times_s)
+        return median(self.times_s) if self.times_s else math.inf
 
 
 def predict(stack: Stack, cluster: Cluster, degrees: AxisDegrees) -> Predicted:

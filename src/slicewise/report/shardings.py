@@ -38,10 +38,15 @@ def run(stack: Stack, one: Measured, peak: tuple[str, float]) -> list[str]:
 
 
 def ranked(stack: Stack, found: Sequence[Measured], peak: tuple[str, float]) -> list[str]:
-    """Every layout of a sweep, the fastest first."""
+    """Every layout of a sweep, the fastest first; those that do not fit have no time."""
     what, most = peak
     shown = [f"{'#':3}{'time':>10}{'spread':>22}{'TFLOP/s':>10}{'share':>8}{'plan':>10}  layout"]
     for number, one in enumerate(found, 1):
+        if one.lack:
+            shown.append(
+                f"{'-':<3}{'-':>10}{'does not fit':>22}{'-':>10}{'-':>8}{'-':>10}  {layout(one.degrees)}"
+            )
+            continue
         spread = f"{duration(min(one.times_s))}-{duration(max(one.times_s))}"
         rate = stack.flops / one.step_s
         plan = duration(one.plan.step_s) if one.plan else "-"
@@ -49,7 +54,8 @@ def ranked(stack: Stack, found: Sequence[Measured], peak: tuple[str, float]) -> 
             f"{number:<3}{duration(one.step_s):>10}{spread:>22}{rate / 1e12:>10.4g}{rate / most:>8.1%}{plan:>10}"
             f"  {layout(one.degrees)}"
         )
-    return [*shown, f"share: of {what}, {most / 1e12:.4g} TFLOP/s a device"]
+    lacks = [f"does not fit: {one.lack} for {layout(one.degrees)}" for one in found if one.lack][:1]
+    return [*shown, f"share: of {what}, {most / 1e12:.4g} TFLOP/s a device", *lacks]
 
 
 def prediction(stack: Stack, degrees: AxisDegrees, plan: Predicted, peak: float) -> list[str]:
@@ -76,9 +82,10 @@ def document(stack: Stack, found: Sequence[Measured], peak: tuple[str, float]) -
             {
                 "ici": dict(one.degrees.ici),
                 "dcn": dict(one.degrees.dcn),
-                "step_s": one.step_s,
+                "step_s": None if one.lack else one.step_s,
                 "times_s": list(one.times_s),
-                "flops_per_s_per_device": stack.flops / one.step_s,
+                "flops_per_s_per_device": None if one.lack else stack.flops / one.step_s,
+                "lack": one.lack or None,
                 "plan_step_s": one.plan.step_s if one.plan else None,
             }
             for one in found
