@@ -119,9 +119,10 @@ def _local(
     if gradient_VD is None:
         return total, x_gradient
     gradient = gradient_VD if loss.tied else gradient_VD.T
-    # The layers' backward pass waits for it: else what it is computed from is held until the end of the step. A barrier
-    # would not do, for the compiler schedules without them.
-    x_gradient = x_gradient + 0 * gradient[-1, -1].astype(x_gradient.dtype)
+    # The layers' backward pass waits for all of it: else what it is computed from is held until the end of the step. A
+    # barrier would not do, for the compiler schedules without them.
+    of_every_part = gradient_VD[-1 :: -max(1, len(gradient_VD) // LOSS_PARTS), -1]
+    x_gradient = x_gradient + 0 * of_every_part.sum().astype(x_gradient.dtype)
     return total, x_gradient, gradient.astype(weight.dtype)
 
 
