@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 
 import jax
@@ -17,7 +16,6 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from slicewise.checkpoint import backend
 from slicewise.checkpoint.backend import ReadError
 from slicewise.checkpoint.manifest import checksum, complete_steps, read_manifest
 from slicewise.checkpoint.store import CheckpointStore
@@ -487,24 +485,6 @@ def test_storage_that_cannot_be_read_now_is_no_damage(copy, open_store, monkeypa
     assert complete_steps(str(copy)) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("error", "is_damage"),
-    [
-        (FileNotFoundError(errno.ENOENT, "gone"), True),
-        (PermissionError(errno.EACCES, "no"), False),
-        (OSError(errno.EIO, "broken"), False),
-        (ValueError("DATA_LOSS: checksum"), True),
-        (ValueError("Error reading: os_error_code='5'"), False),
-        (ValueError("UNAVAILABLE: 503"), False),
-        (KeyError("state"), True),
-    ],
-)
-def test_what_is_damage_and_what_is_the_storage(error, is_damage):
-    outer = RuntimeError("could not load")
-    outer.__cause__ = error
-    assert backend._is_damage(outer) is is_damage
-
-
 def test_a_step_can_be_asked_for_that_is_not_the_newest_and_newer_ones_dropped(copy, open_store):
     store = open_store(copy)
     wanted = abstract(make_mesh(1, 1))
@@ -591,11 +571,3 @@ def test_progress_notes_of_the_library_are_not_shown(open_store, caplog):
     save(store, 1)
     store.restore(1, abstract(make_mesh(1, 1)))
     assert [record.getMessage() for record in caplog.records if "/orbax/" in record.pathname] == []
-
-
-def test_reading_a_directory_needs_no_jax():
-    code = (
-        "import sys, slicewise.checkpoint.manifest; print({'jax', 'orbax.checkpoint'} & sys.modules.keys())"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "set()\n"

@@ -238,6 +238,48 @@ def test_a_config_is_priced_beside_the_plan(say, tmp_path):
     assert {"what", "key", "now", "then"} == set(found["changes"][0])
 
 
+def test_a_plan_of_a_config_keeps_what_is_not_searched_and_writes_it(say, tmp_path):
+    """Static scales, the dispatch of experts, and a state that replicas share out; in a new file all that was given."""
+    keys = "quantization=int8 quantization_calibrate_every=9 moe_dispatch=capacity optimizer_type=lion"
+    keys += " shard_optimizer_over_data=true steps=7 sequence_length=4096 global_batch_size=256 model=mixtral-8x7b"
+    run, where = tmp_path / "run.toml", "--chip v5p --topology 2x2x4 --remat full,minimal --scaling --json"
+    say(f"plan {keys} {where} --write {run}")
+    asked, written = load_config(None, keys.split()).config, load_config(str(run)).config
+    assert written.run == asked.run
+    assert written.model.quantization_calibrate_every == 9
+    assert written.model.moe_dispatch == "capacity"
+    assert written.optimizer.optimizer_type == "lion"
+    found = json.loads(say(f"plan {run} {where}"))
+    assert found["changes"] == []
+    own = next(point for point in found["scaling"] if point["slices"] == 1)
+    assert found["config"]["estimate"] == found["ranked"][0]["estimate"] == own["estimate"]
+
+
+@pytest.mark.parametrize(("chip", "precision"), [("v5p", "--precision bf16"), ("v4", "")])
+def test_a_plan_without_8_bits_is_written_over_a_config_that_has_scales(say, tmp_path, chip, precision):
+    run = tmp_path / "run.toml"
+    run.write_text(
+        '[model]\nmodel = "llama3-8b"\nquantization = "fp8" # mine\nquantization_calibrate_every = 9\n'
+        "[data]\nsequence_length = 4096\nglobal_batch_size = 64\n"
+    )
+    said = say(f"plan {run} --chip {chip} --topology 2x2x4 --remat full {precision} --write {run}")
+    assert "faster than bfloat16" in said or chip != "v4"
+    assert load_config(str(run)).config.quantization == "none"
+    assert "# mine" in run.read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "kept"),
+    [("", ("fp8", False)), ("--precision bf16", ("fp8", False)), ("--precision int8", ("int8", True))],
+)
+def test_a_switch_that_is_off_is_left_so_unless_the_plan_is_in_8_bits(say, tmp_path, option, kept):
+    run = tmp_path / "run.toml"
+    keys = "model=demo-1m quantization=fp8 use_qwix_quantization=false global_batch_size=8"
+    say(f"plan {keys} --chip v5p --topology 2x2x1 --remat minimal {option} --write {run}")
+    model = load_config(str(run)).config.model
+    assert (model.quantization, model.use_qwix_quantization) == kept
+
+
 def test_a_config_that_is_the_plan_needs_no_change(say, tmp_path):
     run = tmp_path / "run.toml"
     run.write_text('[model]\nmodel = "demo-1m"\n[data]\nglobal_batch_size = 8\n')
@@ -372,6 +414,10 @@ BAD = [
         "plan --model llama3-8b --chip v5p,v5e --seq 8k --batch-tokens 4M --tokens 1T --min-cost --precision fp8",
         "v5e has no fp8 matrix unit",
     ),
+    ([*words(TRAIN), "--precision", ""], "precision '': expected bf16, int8, fp8"),
+    ([*words(TRAIN), "--remat", ""], "unknown remat_policy ''"),
+    ([*words(TRAIN), "--write", ""], "config file '': "),
+    ([*words(TRAIN), "--html", ""], "--html"),
     (TRAIN + " --max-chips 64", "--max-chips bounds a free search: give a goal"),
     ("plan run.toml --max-chips 64 --chip v5p --topology 4x4x4", "--max-chips does not go with RUN.toml"),
     (

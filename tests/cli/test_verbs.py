@@ -46,6 +46,8 @@ def test_a_line_that_does_not_parse_is_answered_in_a_line(capsys, command, said)
         ),
         ("emulator start --step -5s", "--step -5s: expected"),
         ("flags list --chip -5p", "unknown chip '-5p'"),
+        ("flags list --chip=", "unknown chip ''"),
+        ("flags explain --xla_tpu_frob=true", "unknown group or flag 'xla_tpu_frob'"),
     ],
 )
 def test_a_value_that_begins_with_a_minus_is_judged_as_a_value(capsys, command, said):
@@ -53,3 +55,17 @@ def test_a_value_that_begins_with_a_minus_is_judged_as_a_value(capsys, command, 
     shown = capsys.readouterr().err
     assert said in shown
     assert "usage:" not in shown
+
+
+@pytest.mark.parametrize("dashes", ["", "-", "--"])
+@pytest.mark.parametrize("value", ["", "=65536", "=-1"])
+def test_a_flag_is_explained_as_it_is_pasted(capsys, dashes, value):
+    name = "xla_tpu_scoped_vmem_limit_kib"
+    assert cli.main(["flags", "explain", f"{dashes}{name}{value}"]) == ExitCode.DONE
+    assert capsys.readouterr().out.startswith(f"{name}\n")
+
+
+def test_an_option_that_a_verb_lacks_is_no_pasted_flag(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["flags", "explain", "scheduler", "--frob"])
+    assert "unrecognized arguments: --frob" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 
 from slicewise.catalog import slices
 from slicewise.compile import compiler
-from slicewise.compile.compiler import Request, compile_request
+from slicewise.compile.compiler import CompileFailed, Request, compile_request
 from slicewise.config import load_config
 
 
@@ -96,10 +96,11 @@ def test_an_entry_is_whole_before_it_has_its_name(compiles, request_):
 
 
 ONLY_MEASURES = {
+    "experts.py",
     "flops.py",
     "shapes.py",
     "units.py",
-}  # of costs: what train counts and says, not what it builds
+}  # of costs: what train counts, says and refuses, not what it builds
 
 
 def test_a_change_of_any_rule_that_shapes_a_program_makes_it_again():
@@ -135,3 +136,16 @@ def test_a_schedule_is_kept_as_it_was_when_the_compiler_was_stopped(tmp_path, mo
 
     monkeypatch.setattr(compiler._Child, "run", run)
     assert compile_request(request_).text("buffers.txt") == "buffers"
+
+
+def test_a_compile_that_failed_leaves_its_log_until_nobody_wants_it(compiles, request_, monkeypatch):
+    def run(child, timeout_s, memory_limit_bytes):
+        child.log.write_text("said")
+        raise CompileFailed(f"Its log: {child.log}")
+
+    monkeypatch.setattr(compiler._Child, "run", run)
+    with pytest.raises(CompileFailed) as failed:
+        compile_request(request_)
+    assert Path(str(failed.value).removeprefix("Its log: ")).read_text() == "said"
+    failed.value.forget()
+    assert not any(compiler.cache_directory().iterdir())

@@ -83,14 +83,21 @@ def test_a_search_that_ran_out_of_time_says_how_many_are_left(compiled_by_price)
     assert "No layout was compiled." in said(found)
 
 
-def test_a_layout_that_is_stopped_for_the_time_is_left_for_the_next_search(compiled_by_price, monkeypatch):
+def test_a_layout_that_is_stopped_for_the_time_is_left_for_the_next_search(
+    compiled_by_price, monkeypatch, tmp_path
+):
+    (log := tmp_path / "log").mkdir()
+
     def out_of_time(request, *, timeout_s, **limits):
         time.sleep(1.01 * timeout_s)
-        raise CompileFailed("the compiler was stopped: it took longer", code=ExitCode.INTERNAL)
+        stopped = CompileFailed("the compiler was stopped: it took longer", code=ExitCode.INTERNAL)
+        stopped.left = log
+        raise stopped
 
     monkeypatch.setattr(search, "compile_request", out_of_time)
     found = search.search_compiled(load_config(None, BASE).config, CLUSTER, top=2, seconds=1.2)
     assert (found.trials, found.skipped) == ((), 3)
+    assert not log.exists()  # whose path no message says
 
 
 def said(found):

@@ -74,6 +74,21 @@ def test_product_and_gradients_point_the_way_of_bfloat16(how, into, mesh):
         assert cosine(a, b) >= 0.995
 
 
+@pytest.mark.parametrize(("name", "room"), [("int8", 1.0), ("fp8", 2.0), ("fp8_e4m3", 2.0)])
+def test_what_a_calibration_found_serves_every_type_with_its_own_room(name, room, mesh):
+    """So a run may be resumed in another one: int8 has no levels to give away."""
+    x, w = normal(0, WHOLE, (4, 8, 64)), normal(1, INTO, (64, 4, 16))
+
+    @jax.jit
+    def of_part(x, w, part):
+        range_2, out = part * jnp.stack([jnp.abs(x).max(), jnp.abs(w).max()]), partition(*BY_HEAD)
+        return linear(x, Stored(w, INTO, Quantization(name, calibrated=True), range_2), out)
+
+    right = jax.jit(lambda x, w: linear(x, gathered(w, *INTO), partition(*BY_HEAD)))(x, w)
+    assert cosine(of_part(x, w, 1 / room), right) >= (0.9998 if name == "int8" else 0.998)
+    assert cosine(of_part(x, w, 0.5 / room), right) < 0.99  # the largest values are cut
+
+
 def test_weights_are_gathered_in_8_bits(mesh):
     x, w = normal(0, WHOLE, (4, 8, 64)), normal(1, INTO, (64, 4, 16))
 

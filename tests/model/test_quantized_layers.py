@@ -11,8 +11,7 @@ import pytest
 
 from slicewise.config import load_config
 from slicewise.errors import UserError
-from slicewise.model import params
-from slicewise.model.quantization import HEADROOM
+from slicewise.model import params, transformer
 from slicewise.parallel.cluster import by_slice
 from slicewise.parallel.expert import Dispatch
 from slicewise.parallel.mesh import build_mesh
@@ -95,7 +94,6 @@ def right(tmp_path_factory):
     ("model", "overrides", "least"),
     [
         # Of a layer by itself: through more of them what rounding does to their weights adds up, whatever the scales.
-        (ONE_LAYER, ["quantization=fp8"], 0.995),
         (ONE_LAYER, ["quantization=fp8", "quantization_calibrate_every=5"], 0.995),
         (DENSE + EXPERTS, ["quantization=fp8"], 0.995),
         (
@@ -110,7 +108,6 @@ def right(tmp_path_factory):
         ),
     ],
     ids=[
-        "dense",
         "calibrated",
         "experts",
         "expert parallelism",
@@ -132,6 +129,50 @@ def test_gradients_of_a_layer_point_the_way_of_bfloat16(model, overrides, least,
         assert ranges.keys() == {f"layers.{n}" for n in ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")}
 
 
+WIDE = """
+name = "wide-layer"
+source = "this test"
+layers = 1
+d_model = 256
+heads = 4
+kv_heads = 2
+head_dim = 64
+d_ff = 512
+vocab = 258
+"""
+SEEDS = 5
+
+
+def wide_gradients(folder, *overrides):
+    """By seed of the weights: those of every matrix of one wide layer."""
+    _, step = step_of(folder, WIDE, *overrides)
+    config = load_config(None, [f"model={folder / 'model.toml'}", *overrides]).config
+    with jax.set_mesh(step.mesh):
+        how = {"dtype": jnp.bfloat16} | choices.kernels(config, step.spec, step.mesh)
+        few = {name: rows[:8] for name, rows in batch().items()}
+
+        @jax.jit
+        def of_seed(seed):
+            weights = transformer.start(step.layout, jax.random.key(seed))
+            return jax.grad(lambda p: objective(p, step.spec, few, counts(few), Weights(), **how)[0])(weights)
+
+        found = [params.leaves(of_seed(seed)) for seed in range(SEEDS)]
+    return [
+        {n: np.asarray(g, np.float64).ravel() for n, g in one.items() if "layers.w" in n} for one in found
+    ]
+
+
+def test_over_seeds_a_layer_with_heads_of_usual_width_points_the_way_of_bfloat16(tmp_path):
+    """What one seed says of a narrow layer is chance: over eight of them a matrix of it lay between 0.984 and 0.998."""
+    got, wanted = wide_gradients(tmp_path, "quantization=fp8"), wide_gradients(tmp_path)
+    pairs = list(zip(got, wanted, strict=True))
+    assert np.median([cosine(*(np.concatenate(list(g.values())) for g in pair)) for pair in pairs]) >= 0.995
+    for matrix in wanted[0]:
+        # Queries and keys reach the loss by a softmax alone, which tells them least.
+        least = 0.992 if matrix in ("layers.wq", "layers.wk") else 0.995
+        assert np.median([cosine(a[matrix], b[matrix]) for a, b in pairs]) >= least, matrix
+
+
 def test_a_calibration_finds_the_largest_weights(tmp_path):
     _, step = step_of(tmp_path, DENSE, "quantization=int8", "quantization_calibrate_every=5")
     with jax.set_mesh(step.mesh):
@@ -140,7 +181,7 @@ def test_a_calibration_finds_the_largest_weights(tmp_path):
         ranges = step.calibrate(state, batch())
     for layer in range(2):
         largest = float(jnp.abs(state.params.layers.wq[layer].astype(jnp.bfloat16)).max())
-        assert float(ranges["layers.wq"][layer, 1]) == pytest.approx(HEADROOM["int8"] * largest)
+        assert float(ranges["layers.wq"][layer, 1]) == pytest.approx(largest)
 
 
 @pytest.mark.parametrize("other", ["quantization_fixed_range=8", "quantization_scaling=axis"])

@@ -254,13 +254,13 @@ def test_writing_keeps_comments_order_and_permissions(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[data]\n# why so short\nsequence_length = 128\n\n[run]\nrun_name = "a" # mine\n')
     path.chmod(0o640)
-    config = write_config(str(path), {"sequence_length": 512, "steps": 7, "checkpoint_every": 3})
+    written = write_config(str(path), {"sequence_length": 512, "steps": 7, "checkpoint_every": 3})
     assert path.read_text() == (
         '[data]\n# why so short\nsequence_length = 512\n\n[run]\nrun_name = "a" # mine\nsteps = 7\n'
         "\n[checkpoint]\ncheckpoint_every = 3\n"
     )
     assert path.stat().st_mode & 0o777 == 0o640
-    assert load_config(str(path)).config == config
+    assert load_config(str(path)).config == written.config
     assert os.listdir(tmp_path) == ["run.toml"]
 
 
@@ -286,3 +286,34 @@ def test_a_missing_file_is_created_only_where_that_is_meant(tmp_path):
         write_config(str(path), {"steps": 3}, create=False)
     write_config(str(path), {"steps": 3}, note="Planned.")
     assert path.read_text() == "# Planned.\n\n[run]\nsteps = 3\n"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_keys_that_a_layout_leaves_without_an_effect_are_left_out(exists, tmp_path):
+    """The written config is one that loads: a plan may choose bf16 where the config has scales of 8 bits."""
+    path = tmp_path / "run.toml"
+    given = {
+        "quantization": "fp8",
+        "quantization_calibrate_every": 9,
+        "quantization_layers": "w_.*",
+        "seed": 3,
+    }
+    if exists:
+        write_config(str(path), given)
+        written = write_config(str(path), {"quantization": "none"})
+    else:
+        written = write_config(str(path), given | {"quantization": "none"})
+    assert written.left_out == ("quantization_layers", "quantization_calibrate_every")
+    assert written.note == (
+        "; without quantization_layers, quantization_calibrate_every, which has no effect then"
+    )
+    config = load_config(str(path)).config
+    assert config == written.config
+    assert (config.quantization, config.run.seed) == ("none", 3)
+
+
+def test_a_file_with_a_key_without_an_effect_is_not_mended_in_passing(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\nquantization_calibrate_every = 9\n")
+    with pytest.raises(UserError, match="quantization_calibrate_every = 9 has no effect"):
+        write_config(str(path), {"seed": 1})

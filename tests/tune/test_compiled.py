@@ -8,7 +8,9 @@ from slicewise.catalog import slices
 from slicewise.compile.bundles import Region
 from slicewise.compile.compiler import CompileFailed
 from slicewise.compile.kernels import Compiled as OfKernel
+from slicewise.config import load_config
 from slicewise.kernels.grouped_matmul import tiles
+from slicewise.tune import compiled
 from slicewise.tune.compiled import Compiled
 from slicewise.tune.kept import Kept
 from slicewise.tune.problems import Problem
@@ -82,3 +84,25 @@ def test_a_compile_is_stopped_when_the_time_is_over_and_says_nothing_of_its_tile
     else:  # of its own accord, and so it would again
         assert judge.kernel(problem, values, time.monotonic() + left_s)[0] is None
         assert kept.get(problem, values) is not None
+
+
+@pytest.mark.parametrize("left_s", [0.05, 60.0])
+def test_the_log_of_a_step_stays_only_where_its_message_is_shown(left_s, tmp_path, monkeypatch):
+    folder = tmp_path / "programs" / "a.1.2"
+    folder.mkdir(parents=True)
+
+    def compile_request(request, *, timeout_s):
+        time.sleep(min(timeout_s, 0.1))
+        stopped = CompileFailed("the compiler was stopped")
+        stopped.left = folder
+        raise stopped
+
+    monkeypatch.setattr(compiled, "compile_request", compile_request)
+    judge = Compiled(slices.cluster("v6e:2x2", 1), Compiler(""), Kept("compiled"))
+    config, until_s = load_config(None, []).config, time.monotonic() + left_s
+    if left_s < 1:
+        with pytest.raises(OutOfTime):
+            judge.step(config, until_s)
+    else:
+        assert judge.step(config, until_s)[0] is None
+    assert folder.exists() == (left_s > 1)

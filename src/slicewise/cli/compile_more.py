@@ -129,8 +129,8 @@ def _write(path: str, loaded: "LoadedConfig", best: "Trial") -> str:
     from slicewise.plan.write import write_config
 
     values = best.changed if Path(path).exists() else given_values(loaded) | dict(best.changed)
-    write_config(path, values, note=f"Found by the compiler: {best.name}.")
-    return f"{path}: {best.name}"
+    written = write_config(path, values, note=f"Found by the compiler: {best.name}.")
+    return f"{path}: {best.name}{written.note}"
 
 
 def given_values(loaded: "LoadedConfig") -> "dict[str, Value]":

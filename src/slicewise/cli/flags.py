@@ -1,6 +1,7 @@
 """What the groups of TPU compiler flags are, and each flag."""
 
 import argparse
+import re
 
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import UserError
@@ -14,7 +15,11 @@ def register(verbs: Verbs) -> None:
     one.add_argument("--chip", metavar="CHIP", help="only those for this chip: v5p, v6e, ...")
 
     one = sub.add("explain", _explain, "what a group or a single flag does, and where it is published")
-    one.add_argument("name", metavar="NAME", help="a group, or a flag such as xla_tpu_scoped_vmem_limit_kib")
+    one.add_argument(
+        "name", metavar="NAME", help="a group, or a flag such as xla_tpu_scoped_vmem_limit_kib, as pasted"
+    )
+    # flags are pasted with their dashes; no option of ours has an underscore
+    one._negative_number_matcher = re.compile(r"-+\w+_")
 
 
 def _nothing(arguments: argparse.Namespace) -> None:
@@ -26,7 +31,7 @@ def _list(arguments: argparse.Namespace) -> None:
     from slicewise.report import tables
     from slicewise.report.console import console
 
-    chip = chips.load(arguments.chip).name if arguments.chip else None
+    chip = None if arguments.chip is None else chips.load(arguments.chip).name
     found = [group for group in flags.groups().values() if chip is None or chip in group.chips]
     if not found:
         known = {chip: None for group in flags.groups().values() for chip in group.chips}

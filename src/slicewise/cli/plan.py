@@ -1,9 +1,11 @@
 """plan: which slices and layout train a model, how long, how much, why; and what a config would change."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slicewise.cli import hardware, quantities
+from slicewise.cli.compile_more import given_values
 from slicewise.cli.train import load
 from slicewise.cli.verbs import Verbs
 from slicewise.errors import UserError
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from slicewise.config import LoadedConfig
     from slicewise.plan.offers import Goal
     from slicewise.plan.run_config import Change
     from slicewise.plan.search import Candidate
@@ -147,11 +150,16 @@ def _choices(arguments: argparse.Namespace, precision: str = "bf16") -> "Choices
     from slicewise.costs import remat
     from slicewise.plan.training import Choices
 
-    precisions = tuple((arguments.precision or precision).split(","))
+    precisions = (precision,) if arguments.precision is None else _listed(arguments.precision)
     top = max(20, quantities.whole(arguments.top, "--top"))
-    if not arguments.remat:
+    if arguments.remat is None:
         return Choices(precisions=precisions, top=top)
-    return Choices(tuple(remat.policy(name) for name in arguments.remat.split(",")), precisions, top)
+    return Choices(tuple(map(remat.policy, _listed(arguments.remat))), precisions, top)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    """Each of several names with commas between, once."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",")))
 
 
 def _price(arguments: argparse.Namespace) -> None:
@@ -169,7 +177,8 @@ def _price(arguments: argparse.Namespace) -> None:
             )
     if not arguments.topology:
         raise UserError("--topology missing: a config is priced on one cluster, such as --topology 8x8x8.")
-    config = load(arguments).config
+    loaded = load(arguments)
+    config = loaded.config
     cluster, shape = hardware.cluster(arguments), model_shape(hardware.model(config.model.model))
     now = run_config.priced(config, shape, cluster)
     tokens = quantities.amount(arguments.tokens, "--tokens") if arguments.tokens else None
@@ -181,7 +190,7 @@ def _price(arguments: argparse.Namespace) -> None:
     curve = _scaling(arguments, made)
     is_8_bit = config.quantization != "none"
     note = chips.saves_bytes_only(cluster.chip, config.quantization) if is_8_bit else None
-    written = _files(arguments, made, config.model.model, curve, now, config.quantization)
+    written = _files(arguments, made, config.model.model, curve, now, loaded)
     hardware.show(
         arguments,
         lambda: report.comparison(made, now, changes, scaling=curve),
@@ -212,28 +221,36 @@ def _files(
     model: str,
     curve: "Sequence[ScalingPoint]",
     now: "Candidate | None" = None,
-    quantization: str = "none",
+    loaded: "LoadedConfig | None" = None,
 ) -> list[str]:
     """Writes the page and the config that were asked for, and says which."""
     written = []
-    if arguments.html:
+    if arguments.html is not None:
         from slicewise.report import pages
 
         written.append(hardware.save_html(arguments.html, pages.training(made, curve, now=now)))
-    if arguments.write:
-        written.append(_write(arguments, made, model, quantization))
+    if arguments.write is not None:
+        written.append(_write(arguments, made, model, loaded))
     return written
 
 
-def _write(arguments: argparse.Namespace, made: "TrainingPlan", model: str, quantization: str) -> str:
+def _write(
+    arguments: argparse.Namespace, made: "TrainingPlan", model: str, loaded: "LoadedConfig | None"
+) -> str:
+    """A new file holds the config that was given, with the layout; one that exists takes the layout alone."""
     from slicewise.plan import run_config, write
 
+    quantization = loaded.config.quantization if loaded else "none"
     tokens = quantities.amount(arguments.tokens, "--tokens") if arguments.tokens else None
     values = run_config.config_values(
         made.result.workload, made.best, model=model, run_tokens=tokens, quantization=quantization
     )
+    if loaded and not loaded.config.model.use_qwix_quantization:
+        is_8_bit = values["quantization"] != "none"
+        values |= {"use_qwix_quantization": True} if is_8_bit else {}
+        values = values if is_8_bit else {k: v for k, v in values.items() if k != "quantization"}
+    if loaded and not Path(arguments.write).exists():
+        values = given_values(loaded) | values
     c = made.result.cluster
-    write.write_config(
-        arguments.write, values, note=f"Planned for {c.num_slices} x {c.chip.name} {c.slice.name}."
-    )
-    return f"{arguments.write}: the first choice"
+    note = f"Planned for {c.num_slices} x {c.chip.name} {c.slice.name}."
+    return f"{arguments.write}: the first choice{write.write_config(arguments.write, values, note=note).note}"

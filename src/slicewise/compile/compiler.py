@@ -110,6 +110,13 @@ class Request:
 class CompileFailed(UserError):
     """This one program was not compiled: the compiler crashed or passed a limit. Others may well be."""
 
+    left: Path | None = None  # the folder with the compiler's log, for whoever reads the message
+
+    def forget(self) -> None:
+        """Removes the log: for who shows the message to nobody."""
+        if self.left is not None:
+            shutil.rmtree(self.left, ignore_errors=True)
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -150,8 +157,9 @@ def compile_request(
         facts = child.run(timeout_s, memory_limit_bytes)
         _keep(work, facts, request.depth, child.schedule)
         _put(work, kept)
-    except CompileFailed:
+    except CompileFailed as e:
         shutil.rmtree(work / "dump", ignore_errors=True)  # the log stays: the message names it
+        e.left = work
         raise
     except OSError as e:
         shutil.rmtree(work, ignore_errors=True)

@@ -18,9 +18,10 @@ from slicewise.plan.run_config import (
     config_values,
     precision_on,
     priced,
+    recipe_of,
     workload_of,
 )
-from slicewise.plan.search import Candidate, Workload, remat_candidates, search
+from slicewise.plan.search import DEFAULT_RECIPE, Candidate, Workload, remat_candidates, search
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,10 @@ def search_compiled(
             left_s = until_s - time.monotonic()
             if left_s <= 0 and not request.is_cached:
                 continue
-            trial = _tried(request, proposal, min(timeout_s, max(left_s, 1.0)), memory_limit_bytes)
-            if trial.step is None and time.monotonic() >= until_s:
-                continue  # most likely stopped for the time, and so no worse than those that were not begun
-            trials.append(trial)
-            progress(proposed, of, trials[-1])
+            limit_s = min(timeout_s, max(left_s, 1.0))
+            if trial := _tried(request, proposal, limit_s, memory_limit_bytes, until_s):
+                trials.append(trial)
+                progress(proposed, of, trial)
 
     meshes = _meshes(config, cluster, top - top // 3)
     given = Trial(config, "as given", _priced_s(config, cluster), None)
@@ -106,12 +106,19 @@ def _rank(trial: Trial) -> tuple[bool, float]:
     return not trial.counts, trial.step.estimate.step_time_s if trial.step else float("inf")
 
 
-def _tried(request: Request, proposal: Trial, timeout_s: float, limit_bytes: float | None) -> Trial:
+def _tried(
+    request: Request, proposal: Trial, timeout_s: float, limit_bytes: float | None, until_s: float
+) -> Trial | None:
+    """None for one that was most likely stopped for the time, and so is no worse than those that were not begun."""
     try:
         step = analyse(compile_request(request, timeout_s=timeout_s, memory_limit_bytes=limit_bytes))
     except UserError as e:
         if e.code != ExitCode.USER and not isinstance(e, CompileFailed):
             raise  # this machine's fault, and so every layout's
+        if time.monotonic() >= until_s:
+            if isinstance(e, CompileFailed):
+                e.forget()
+            return None
         return replace(proposal, problem=str(e).splitlines()[0])
     return replace(proposal, step=step, problem="" if step.fits else "does not fit")
 
@@ -126,8 +133,12 @@ def _priced_s(config: RunConfig, cluster: Cluster) -> float | None:
 def _meshes(config: RunConfig, cluster: Cluster, most: int) -> list[Trial]:
     """The planner's best layouts, the fastest first."""
     work = workload_of(config, model_shape(load_spec(config.model.model)))
+    try:
+        recipe = recipe_of(config)
+    except UserError:  # as in _priced_s
+        recipe = DEFAULT_RECIPE
     precisions = (precision_on(cluster.chip, config),)
-    ranked = search(work, cluster, precisions=precisions, top=10 * most, families=False).ranked
+    ranked = search(work, cluster, recipe=recipe, precisions=precisions, top=10 * most, families=False).ranked
     return list(itertools.islice(_proposals(config, work, ranked, [config]), most))
 
 

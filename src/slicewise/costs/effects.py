@@ -4,7 +4,7 @@ sets one expects something of it.
 ``asked`` are the keys that somebody set to another value than the default. One that says 0 or nothing is true anyway.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,15 +49,19 @@ NEEDS = (
 
 def check_keys(values: Keys, asked: Keys) -> None:
     """Raises UserError for a key that others of ``values``, all keys of the config, leave without an effect."""
+    for key, need in idle(values, asked):
+        other = f"{need.of} = {values[need.of]}"
+        raise _without_effect(key, asked[key], f"with {other}; {need.advice}, or leave {key} out")
+
+
+def idle(values: Keys, asked: Keys) -> Iterator[tuple[str, Need]]:
+    """The keys of ``asked`` that others of ``values`` leave without an effect, and what they would need."""
     for need in NEEDS:
         if need.is_met(values[need.of]):
             continue
         if need.of == "quantization" and not values["use_qwix_quantization"]:
             continue  # which switches off whatever the others say
-        for key in need.keys:
-            if asked.get(key):
-                other = f"{need.of} = {values[need.of]}"
-                raise _without_effect(key, asked[key], f"with {other}; {need.advice}, or leave {key} out")
+        yield from ((key, need) for key in need.keys if asked.get(key))
 
 
 def check_model(shape: ModelShape, asked: Keys) -> None:

@@ -106,10 +106,14 @@ class Recipe:
     async_collectives: bool = True
     weight_bytes: int = 4  # master weights
     moment_bytes: float = 8  # both moments together
-    moment_shards: Number = 1  # replicas that share them out (ZeRO-1)
+    moments_over_data: bool = False  # replicas share them out (ZeRO-1)
     moments_on_host: bool = False
     gradient_bytes: int = 4
     summed_bytes: int = 4  # of a gradient while it is summed over devices
+
+    def held_moment_bytes(self, layout: Layout) -> Number:
+        """Of each parameter that a device holds."""
+        return self.moment_bytes / (layout.total("data") if self.moments_over_data else 1)
 
 
 def place(slice_: Slice, ici: Degrees) -> tuple[torus.AxisLinks, ...] | None:

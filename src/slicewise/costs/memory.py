@@ -198,7 +198,7 @@ def peak_bytes(shape: ModelShape, layout: Layout, recipe: Recipe, seq: int) -> P
     rows = tokens * layout.pipeline_microbatches / stages  # that a device embeds and computes the loss of
     return Peak(
         weights=weight_bytes(shape, layout, recipe) + kept[0],
-        optimizer=trained * recipe.moment_bytes / recipe.moment_shards,
+        optimizer=trained * recipe.held_moment_bytes(layout),
         copies=copied_bytes(shape, layout, recipe),
         gradients=trained * (recipe.gradient_bytes + accumulator) + kept[1],
         working=working,

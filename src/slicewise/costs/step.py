@@ -194,8 +194,8 @@ def price(
         communication[axis] = communication.get(axis, 0.0) + spent
         exposed[axis] = exposed.get(axis, 0.0) + shown[axis]
     parameters = trained_parameters(shape, layout)
-    compute["optimizer"] = optimizer_s(parameters, device, recipe)
-    moments_s = moment_copies_s(parameters, device, recipe)
+    compute["optimizer"] = optimizer_s(parameters, layout, device, recipe)
+    moments_s = moment_copies_s(parameters, layout, device, recipe)
     total = stage_s * micro + bubble + hops_s + once_s + ends_s + compute["optimizer"] + moments_s
     d = layout.dcn
     wait = total * device.kernels.straggler * np.log2(d.data * d.fsdp * d.pipeline)
@@ -272,16 +272,16 @@ def output_s(shape: ModelShape, work: Shard, device: Device, recipe: Recipe) -> 
     return runs * product + moved / (device.hbm_bytes_per_s * c.hbm_efficiency)
 
 
-def optimizer_s(parameters: Number, device: Device, recipe: Recipe) -> Number:
+def optimizer_s(parameters: Number, layout: Layout, device: Device, recipe: Recipe) -> Number:
     """Reading and writing weights, moments and gradients once each."""
-    moments = recipe.moment_bytes / recipe.moment_shards
+    moments = recipe.held_moment_bytes(layout)
     moved = 2 * (recipe.weight_bytes + moments + recipe.gradient_bytes) * parameters
     return moved / (device.hbm_bytes_per_s * device.calibration.hbm_efficiency)
 
 
-def moment_copies_s(parameters: Number, device: Device, recipe: Recipe) -> Number:
+def moment_copies_s(parameters: Number, layout: Layout, device: Device, recipe: Recipe) -> Number:
     """Moments that wait on the host, to the device and back, with nothing to hide it."""
-    moments = recipe.moment_bytes / recipe.moment_shards if recipe.moments_on_host else 0.0
+    moments = recipe.held_moment_bytes(layout) if recipe.moments_on_host else 0.0
     return 2 * moments * parameters / device.host_bytes_per_s
 
 

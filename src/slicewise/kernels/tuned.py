@@ -140,7 +140,7 @@ def _parsed(text: str, where: str) -> tuple[Entry, ...]:
         return tuple(Entry(**entry) for entry in table.get("tuned", ()))
     except (ValidationError, TypeError) as e:
         problem = first_problem(e, Entry) if isinstance(e, ValidationError) else str(e)
-        raise UserError(f"{where}: {problem}; {ADVICE}.") from e
+        raise UserError(f"{where}: {problem.rstrip('.')}; {ADVICE}.") from e
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ from slicewise.parallel.rules import partition, unscattered
 
 MATRICES = re.compile(r"(.*\.)?(w[qkvo]|wq_a|wq_b|wkv_a|wk_b|wv_b|w_gate|w_up|w_down)")
 EXPERTS = re.compile(r"(.*\.)?moe\.w_.*")  # routed ones, whose product is another kernel's
-# Over the largest value of a calibration, so that later ones fit too; a floating type hardly feels it.
+# Over the largest value of a calibration, so that later ones fit too; a floating type hardly feels it. Ranges are kept
+# without it, so that they serve whatever type a run is resumed in.
 HEADROOM = {"fp8": 2.0, "fp8_e4m3": 2.0, "int8": 1.0}
 TYPES = {  # of weights and activations, of gradients
     "fp8": ("float8_e4m3fn", "float8_e5m2"),
@@ -52,8 +53,8 @@ class Quantization:
 class Marked:
     """A stored weight that is to be multiplied in 8 bits.
 
-    ``range_2`` are the largest activation and weight that 8 bits hold, of several layers with a leading L; None where
-    scales are each step's own.
+    ``range_2`` are the largest activation and weight of the last calibration, of several layers with a leading L; None
+    where scales are each step's own.
     """
 
     weight: jax.Array
@@ -193,8 +194,10 @@ def _linear(
 
 
 def _limits(range_2: jax.Array | None, how: Quantization) -> tuple[jax.Array | None, jax.Array | None]:
-    """Of activations and of the weight, where they are calibrated."""
-    return (None, None) if range_2 is None or how.calibrates else (range_2[0], range_2[1])
+    """The largest activation and weight that 8 bits hold, where they are calibrated."""
+    if range_2 is None or how.calibrates:
+        return None, None
+    return HEADROOM[how.name] * range_2[0], HEADROOM[how.name] * range_2[1]
 
 
 def _forward(x: jax.Array, weight: jax.Array, range_2: jax.Array | None, *how: Any) -> tuple:

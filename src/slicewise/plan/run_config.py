@@ -68,7 +68,7 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
     check_lora(config.adapters, config.optimizer.optimizer_type, config.quantization)
     layout = _with_pipeline(config, shape, layout)
     check_layout(shape, cluster, layout, work.seq)
-    recipe = _recipe(config, layout)
+    recipe = recipe_of(config)
     check_recipe(work.shape, layout, recipe)
     return Candidate(cluster, layout, recipe, estimate(work.shape, cluster, layout, recipe, work.seq))
 
@@ -119,15 +119,15 @@ def _arithmetic(config: RunConfig) -> dict[str, Any]:
     return {"precision": PRECISIONS[config.quantization], "static_scales": is_static}
 
 
-def _recipe(config: RunConfig, layout: Layout) -> Recipe:
-    """How ``train`` executes the step of ``config``."""
+def recipe_of(config: RunConfig) -> Recipe:
+    """How ``train`` executes the step of ``config``. Raises UserError for products that no rate is known of."""
     o = config.optimizer
     return replace(
         DEFAULT_RECIPE,
         remat=config.remat,
         **_arithmetic(config),
         moment_bytes=MOMENTS[o.optimizer_type] * MOMENT_BYTES[o.optimizer_state_dtype],
-        moment_shards=layout.total("data") if o.shard_optimizer_over_data else 1,
+        moments_over_data=o.shard_optimizer_over_data,
         moments_on_host=o.optimizer_state_memory == "host",
         context_exchange=config.parallelism.context_strategy,
         expert_capacity_factor=config.model.capacity_factor

@@ -220,7 +220,8 @@ def fitting(
     found = []
     for exchange, group in itertools.groupby(recipes, key=lambda r: r.context_exchange):
         first, *_ = rest = list(group)
-        which = np.flatnonzero(_crossed_by(workload, table, exchange, is_default=first == recipes[0]))
+        crossed = _crossed_by(workload, table, exchange, is_default=first == recipes[0])
+        which = np.flatnonzero(crossed & _shared_by(workload, table, first))
         few = table if len(which) == len(table) else table.take(which)
         layout = few.layout(workload.global_batch)
         peak = peak_bytes(workload.shape, layout, first, workload.seq)
@@ -245,6 +246,12 @@ def _crossed_by(
     layout = table.layout(workload.global_batch)
     able = np.broadcast_to(heads_allow(workload.shape, layout, exchange), (len(table),))
     return np.where(layout.ici.context > 1, able, is_default)
+
+
+def _shared_by(workload: Workload, table: Table, recipe: Recipe) -> np.ndarray:
+    """The layouts that the experts of ``recipe`` go with, as plan.check.check_recipe says."""
+    has_places = bool(workload.shape.routed_parameters and recipe.expert_capacity_factor)
+    return ~(has_places & (table.layout(workload.global_batch).ici.context > 1))
 
 
 def _both(first: Fit, second: Fit) -> Fit:

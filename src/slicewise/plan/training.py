@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from slicewise.catalog import slices
 from slicewise.catalog.chips import Chip
 from slicewise.catalog.slices import Cluster
-from slicewise.costs.layout import Precision
+from slicewise.costs.layout import Precision, Recipe
 from slicewise.costs.remat import RematPolicy
 from slicewise.costs.shapes import ModelShape
 from slicewise.errors import UserError, did_you_mean
 from slicewise.plan.explain import Explanation, explain
 from slicewise.plan.offers import Goal, Offer, clusters_of, free_search, run_cost
-from slicewise.plan.search import SEARCHED_POLICIES, Candidate, SearchResult, Workload, search
+from slicewise.plan.search import DEFAULT_RECIPE, SEARCHED_POLICIES, Candidate, SearchResult, Workload, search
 
 MAX_CHIPS = 4096  # of a free search, unless told otherwise
 PRECISIONS = typing.get_args(Precision)
@@ -21,11 +21,12 @@ PRECISIONS = typing.get_args(Precision)
 
 @dataclass(frozen=True)
 class Choices:
-    """What a search may choose from, apart from clusters, and how many layouts it ranks."""
+    """What a search may choose from, apart from clusters, and how many layouts it ranks; ``recipe`` says the rest."""
 
     policies: Sequence[RematPolicy] = SEARCHED_POLICIES
     precisions: Sequence[str] = ("bf16",)
     top: int = 20
+    recipe: Recipe = DEFAULT_RECIPE
 
     def __post_init__(self) -> None:
         for precision in self.precisions:
@@ -42,6 +43,7 @@ class TrainingPlan:
     reasons: Explanation
     run_tokens: float | None  # of the whole run
     offers: tuple[Offer, ...] = ()
+    choices: Choices = Choices()
 
     @property
     def best(self) -> Candidate:
@@ -77,16 +79,26 @@ def plan_cluster(
     work: Workload, cluster: Cluster, *, run_tokens: float | None = None, choices: Choices = Choices()
 ) -> TrainingPlan:
     """The best layouts on ``cluster``. Raises UserError when none is legal or fits."""
-    result = search(work, cluster, policies=choices.policies, precisions=choices.precisions, top=choices.top)
-    return TrainingPlan(result, explain(result), run_tokens)
+    result = search(
+        work,
+        cluster,
+        recipe=choices.recipe,
+        policies=choices.policies,
+        precisions=choices.precisions,
+        top=choices.top,
+    )
+    return TrainingPlan(result, explain(result), run_tokens, choices=choices)
 
 
 def plan_beside(
     now: Candidate, work: Workload, *, run_tokens: float, choices: Choices = Choices()
 ) -> TrainingPlan:
-    """The best layouts on the cluster of ``now``, whose recipe is one of the choices and wins ties."""
+    """The best layouts on the cluster of ``now``, whose recipe is one of the choices and wins ties.
+
+    What is not searched, such as optimiser state and static scales, is that of ``now``.
+    """
     policies = dict.fromkeys((now.recipe.remat, *choices.policies))
-    chosen = replace(choices, policies=tuple(policies))
+    chosen = replace(choices, policies=tuple(policies), recipe=now.recipe)
     return plan_cluster(work, now.cluster, run_tokens=run_tokens, choices=chosen)
 
 
@@ -115,9 +127,16 @@ def plan_free(
     work: Workload, candidates: Sequence[Cluster], goal: Goal, *, choices: Choices = Choices()
 ) -> TrainingPlan:
     """The best layouts on the cluster that reaches ``goal`` best. Raises UserError when none does."""
-    offers = free_search(work, candidates, goal, policies=choices.policies, precisions=choices.precisions)
+    offers = free_search(
+        work,
+        candidates,
+        goal,
+        recipe=choices.recipe,
+        policies=choices.policies,
+        precisions=choices.precisions,
+    )
     first = plan_cluster(work, offers[0].candidate.cluster, run_tokens=goal.tokens, choices=choices)
-    return TrainingPlan(first.result, first.reasons, goal.tokens, offers)
+    return TrainingPlan(first.result, first.reasons, goal.tokens, offers, choices)
 
 
 @dataclass(frozen=True)
@@ -137,7 +156,15 @@ def scaling(plan: TrainingPlan, *, counts: Sequence[int] = ()) -> tuple[ScalingP
     for count in counts or sorted({n, *(2**k for k in range((4 * n).bit_length()))}):
         cluster = Cluster(plan.result.cluster.slice, count)
         try:
-            result = search(plan.result.workload, cluster, top=1, families=False)
+            result = search(
+                plan.result.workload,
+                cluster,
+                recipe=plan.choices.recipe,
+                policies=plan.choices.policies,
+                precisions=plan.choices.precisions,
+                top=1,
+                families=False,
+            )
         except UserError:
             continue
         points.append(ScalingPoint(count, cluster.chips, result.ranked[0]))

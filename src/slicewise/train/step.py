@@ -20,7 +20,7 @@ from slicewise.model import transformer
 from slicewise.model.lora import adapted, adapters, freeze
 from slicewise.model.moe import balanced
 from slicewise.model.params import mapped
-from slicewise.model.quantization import HEADROOM, ranges_of
+from slicewise.model.quantization import ranges_of
 from slicewise.parallel import context, rules
 from slicewise.parallel.expert import Dispatch
 from slicewise.train import accumulate, anomalies, choices
@@ -39,7 +39,7 @@ class TrainState:
     step: Any  # int32 scalar: optimiser steps taken
     params: Any  # what is trained: transformer.Params, with LoRA the adapters by the name of their matrix
     opt_state: Any
-    # What 8 bits hold of each matrix and its activations, by name, since the last calibration; None without
+    # The largest activation and weight of each matrix's last calibration, by name; None without
     ranges: Any = None
     frozen: Any = None  # with LoRA, the Params below the adapters
 
@@ -62,7 +62,7 @@ class TrainStep:
     compiler_options: dict[str, Any]  # of update and evaluate: the resolved compiler flags
     # (params, batch) -> how many attention logits exceed use_max_logits_estimate, where there is one
     logits_above: jax.stages.Wrapped | None
-    # (state, batch) -> ranges of 8-bit products, from the largest values of this batch; where they are calibrated
+    # (state, batch) -> the largest values of this batch that go into 8-bit products; where scales are calibrated
     calibrate: jax.stages.Wrapped | None
     layout: transformer.Params  # the Weights of the whole model
     lora: Lora | None
@@ -138,7 +138,7 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         return state, metrics
 
     def calibrate(state: TrainState, batch: dict) -> dict[str, jax.Array]:
-        """The mean over microbatches of their largest values, with headroom.
+        """The mean over microbatches of their largest values.
 
         One that is no number is left out where there was one before: on_bad_step may leave out this step's update.
         """
@@ -153,9 +153,8 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
             return found[0], None
 
         seen = accumulated(jax.value_and_grad(probed, has_aux=True), state.ranges, batch, steps)[1]
-        factor = HEADROOM[eight_bit.name] / steps
         return jax.tree.map(
-            lambda new, old: jnp.where(jnp.isfinite(new) | (old == 0), new * factor, old), seen, state.ranges
+            lambda new, old: jnp.where(jnp.isfinite(new) | (old == 0), new / steps, old), seen, state.ranges
         )
 
     def evaluate(params: transformer.Params, batch: dict) -> tuple[jax.Array, jax.Array]:

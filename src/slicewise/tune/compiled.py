@@ -41,6 +41,7 @@ def _left_s(until_s: float) -> float:
 def _check_time(until_s: float, why: UserError) -> None:
     """Raises OutOfTime where a compile was most likely stopped for the time, which says nothing of the setting."""
     if isinstance(why, CompileFailed) and time.monotonic() >= until_s:
+        why.forget()
         raise OutOfTime from why
 
 
