@@ -69,10 +69,6 @@ def choose(
     device = mesh.devices.flat[0]
     on_tpu = device.platform == "tpu"
     name = asked if asked != "auto" else "splash" if on_tpu else "reference"
-    if max_logit and asked not in ("auto", "splash"):
-        raise UserError(
-            f"use_max_logits_estimate = {max_logit} has no effect on attention = '{asked}'; only splash uses it."
-        )
     ways = mesh.shape[context.AXIS]
     if name == "xla_chunked" or (ways > 1 and strategy == "ring" and name == "reference"):
         chunked.check(sequence_length)
