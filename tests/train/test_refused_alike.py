@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from slicewise.catalog import slices
-from slicewise.config import load_config
+from slicewise.config import load_config, with_overrides
 from slicewise.costs.shapes import model_shape
 from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
@@ -89,7 +89,7 @@ def refused(config):
 def test_the_planner_refuses_what_training_refuses_in_its_words(overrides, message, tmp_path):
     (tmp_path / "narrow.toml").write_text(NARROW)
     overrides = [override.replace("NARROW", f"{tmp_path}/narrow.toml") for override in overrides]
-    base = ["model=demo-tiny", "sequence_length=64", "global_batch_size=32"]
+    base = ["model=demo-tiny", "sequence_length=64", "global_batch_size=32", "attention=reference"]
     planned, trained = refused(load_config(None, [*base, *overrides]).config)
     assert planned == trained
     assert bool(planned) == bool(message)
@@ -98,13 +98,24 @@ def test_the_planner_refuses_what_training_refuses_in_its_words(overrides, messa
             raise UserError(planned)
 
 
+@pytest.mark.parametrize("asked", ["auto", "splash"])
 @pytest.mark.parametrize(
-    ("model", "seq", "batch", "message"),
+    ("strategy", "length", "message"),
     [
-        ("gpt3-175b", 4096, 8, "exceeds the 2048 learned positions"),
-        ("demo-1m", 65536, 65536, "devices count at most"),
+        ("all_gather", 384, "not a multiple of 256, which splash attention needs over .* 2; use 512"),
+        ("ring", 768, "not a multiple of 512, which splash attention needs over .* 2; use 1024"),
     ],
 )
-def test_a_search_does_not_propose_what_training_refuses(model, seq, batch, message):
+def test_a_tpu_takes_whole_blocks_of_a_sequence(asked, strategy, length, message):
+    """Training is refused in these words too: tests/kernels/attention/test_implementations.py."""
+    keys = [f"sequence_length={length}", "ici_context_parallelism=2", f"context_strategy={strategy}"]
+    config = load_config(None, ["model=demo-tiny", f"attention={asked}", "global_batch_size=4", *keys]).config
+    shape = model_shape(load_spec("demo-tiny"))
     with pytest.raises(UserError, match=message):
-        search(Workload(model_shape(load_spec(model)), seq, batch), CLUSTER)
+        run_config.priced(config, shape, CLUSTER)
+    run_config.priced(with_overrides(config, ["sequence_length=1024"]), shape, CLUSTER)
+
+
+def test_a_search_does_not_propose_more_positions_than_a_model_has_learned():
+    with pytest.raises(UserError, match="sequence_length = 4096 exceeds the 2048 learned positions"):
+        search(Workload(model_shape(load_spec("gpt3-175b")), 4096, 8), CLUSTER)

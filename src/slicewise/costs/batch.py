@@ -5,6 +5,7 @@ import math
 from slicewise.costs.layout import ContextExchange
 from slicewise.errors import UserError
 
+BLOCK = 128  # splash attention: sequences are multiples of the lanes of a vector register
 LARGEST = 2**31 - 1  # devices count steps and tokens in 32 bits
 
 
@@ -58,4 +59,16 @@ def check_heads(model: str, kv_heads: int, ways: int, tensor: int, strategy: Con
         raise UserError(
             f"context_strategy = ulysses exchanges heads, and context parallelism {ways} does not divide {kept} ="
             f" {heads} of {model}; use {math.gcd(heads, ways)} ways, or all_gather or ring."
+        )
+
+
+def check_blocks(length: int, ways: int, strategy: ContextExchange) -> None:
+    """Raises UserError for sequences of ``length``, divided in ``ways``, that splash attention cannot cut in blocks."""
+    multiple = BLOCK * (ways if strategy != "ring" or ways == 1 else 2 * ways)
+    if length % multiple:
+        above = length + -length % multiple
+        over = f" over context parallelism {ways}" if ways > 1 else ""
+        raise UserError(
+            f"sequence_length = {length} is not a multiple of {multiple}, which splash attention needs{over};"
+            f" use {above}, or attention = 'reference'."
         )

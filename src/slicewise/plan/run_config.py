@@ -11,7 +11,7 @@ from slicewise.config import AXES, SECTION_OF, RunConfig, check_effects, resolve
 from slicewise.costs import remat, scales
 from slicewise.costs.adapters import check as check_lora
 from slicewise.costs.adapters import with_adapters
-from slicewise.costs.batch import check_positions, check_tokens
+from slicewise.costs.batch import check_blocks, check_positions, check_tokens
 from slicewise.costs.layout import AXES as ALL_AXES
 from slicewise.costs.layout import Degrees, Layout, Precision, Recipe
 from slicewise.costs.pipeline import settled
@@ -73,6 +73,8 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
         scales.check_staged(int(layout.total("pipeline")), config.model.quantization_calibrate_every)
     recipe = _recipe(config, layout)
     check_recipe(work.shape, layout, recipe, work.seq)
+    if cluster.chip.ici_dims and config.model.attention in ("auto", "splash"):  # on TPUs
+        check_blocks(work.seq, int(layout.total("context")), recipe.context_exchange)
     return Candidate(cluster, layout, recipe, estimate(work.shape, cluster, layout, recipe, work.seq))
 
 
