@@ -28,6 +28,7 @@ from pydantic_core import PydanticCustomError
 from slicewise.catalog.model import first_problem
 from slicewise.costs import effects
 from slicewise.costs.adapters import Lora as Adapters
+from slicewise.costs.batch import LARGEST
 from slicewise.costs.layout import ContextExchange
 from slicewise.costs.remat import RematPolicy, chosen
 from slicewise.costs.shapes import ModelShape
@@ -41,7 +42,6 @@ ALWAYS_LISTED = (
     "fsdp",
     "tensor",
 )  # where a message lists degrees; the others where they are asked for
-LARGEST = 2**31 - 1  # devices count steps and tokens in 32 bits
 
 
 class Part(BaseModel):

@@ -24,6 +24,10 @@ from slicewise.errors import UserError
         ),
         ("quantization_calibrate_every=8", "quantization_calibrate_every = 8 has no effect"),
         ("quantization_stochastic_rounding=true", "quantization_stochastic_rounding = true has no effect"),
+        (
+            "attention=reference use_max_logits_estimate=5",
+            "use_max_logits_estimate = 5.0 has no effect with attention = reference; set it to auto or splash",
+        ),
         ("lora_alpha=8", "lora_alpha = 8.0 has no effect with lora_rank = 0; set it above 0"),
         ("lora_layers=w[qv]", "lora_layers = 'w[qv]' has no effect with lora_rank = 0"),
         ("lora_base_dtype=int8", "lora_base_dtype = int8 has no effect with lora_rank = 0"),
@@ -34,7 +38,7 @@ from slicewise.errors import UserError
 )
 def test_a_key_that_another_leaves_without_an_effect_is_refused(override, message):
     with pytest.raises(UserError) as error:
-        load_config(None, [override])
+        load_config(None, override.split())
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -150,7 +150,7 @@ def _refused(row: Row, split: tuple[int, ...]) -> str:
         )  # fmt: skip
         layout = replace(layout, pipeline_microbatches=parts, pipeline_repeats=row._repeats)
         check_layout(shape, slices.cluster("v5e-8", 1), layout, TOKENS)
-        check_recipe(shape, layout, recipe)
+        check_recipe(shape, layout, recipe, TOKENS)
     except UserError as e:
         return str(e)
     return ""

@@ -86,6 +86,19 @@ def test_one_layout_is_timed_beside_a_plain_product(two_slices, capsys):
     assert "in 2 steps" in said
 
 
+def test_programs_that_cannot_be_kept_are_not_offered_to_the_cache(programs_of_tests):
+    """Warnings are errors here, and JAX warns of a program that it cannot write."""
+    least_s, mesh = "jax_persistent_cache_min_compile_time_secs", build_mesh(RunConfig(), devices(1))
+    x = jax.ShapeDtypeStruct((256, 256), "float32")
+    before = getattr(jax.config, least_s)
+    jax.config.update(least_s, 0.0)
+    try:
+        bench_shardings._compiled(jax.jit(lambda a, b: a.T @ b).lower(x, x), mesh)
+        assert getattr(jax.config, least_s) == 0.0
+    finally:
+        jax.config.update(least_s, before)
+
+
 def test_a_sweep_is_ranked_by_time(two_slices, capsys, monkeypatch):
     some = list(bench_shardings.layouts(TINY, 2, 2))[:3]
     monkeypatch.setattr(bench_shardings, "layouts", lambda *_: some)
@@ -99,16 +112,16 @@ def test_a_sweep_is_ranked_by_time(two_slices, capsys, monkeypatch):
 
 def out_of_memory_when(is_tight, monkeypatch):
     """A compiler that finds no room for some meshes, in the words of the one for TPUs."""
-    options = bench_shardings._options
+    compiled = bench_shardings._compiled
 
-    def compile_options(mesh):
+    def compile_or_not(lowered, mesh):
         if is_tight(dict(mesh.shape)):
             raise jax.errors.JaxRuntimeError(
                 "RESOURCE_EXHAUSTED: Ran out of memory: trying to allocate 3.1G."
             )
-        return options(mesh)
+        return compiled(lowered, mesh)
 
-    monkeypatch.setattr(bench_shardings, "_options", compile_options)
+    monkeypatch.setattr(bench_shardings, "_compiled", compile_or_not)
 
 
 def test_a_sweep_goes_on_past_a_layout_that_does_not_fit(two_slices, capsys, monkeypatch):

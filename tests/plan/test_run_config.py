@@ -35,7 +35,11 @@ def test_a_config_is_priced_with_its_own_degrees_and_policy():
     [
         (["compute_dtype=float32"], "only bfloat16 steps can be priced; set compute_dtype=bfloat16"),
         (["ici_tensor_parallelism=3"], "does not divide the 8 devices"),
-        (["dcn_expert_parallelism=2", "dcn_data_parallelism=1"], "divided between slices cannot be priced"),
+        (
+            ["dcn_tensor_parallelism=2", "dcn_data_parallelism=1"],
+            "dcn_tensor_parallelism = 2: .* between slices can be trained but not priced; ask slicewise compile",
+        ),
+        (["dcn_expert_parallelism=2", "dcn_data_parallelism=1"], "trained but not priced"),
         (["ici_expert_parallelism=2"], "expert = 2 needs a mixture of experts, which demo-1m is not"),
         (["ici_tensor_parallelism=8"], "tensor = 8 does not divide the heads"),
         (["global_batch_size=8"], "the nearest that can is 16"),
@@ -192,15 +196,15 @@ def test_a_layout_with_a_context_axis_is_priced_and_written(strategy):
     [
         (
             ["dcn_context_parallelism=2", "ici_fsdp_parallelism=8"],
-            "dcn_context_parallelism = 2: .* cannot be priced",
+            "dcn_context_parallelism = 2: .* can be trained but not priced; ask slicewise compile, or use ici_context",
         ),
         (
             ["ici_context_parallelism=8", "sequence_length=24"],
-            "context = 8 does not divide .* two chunks a device",
+            "sequence_length = 24 does not fall into the 16 equal chunks .*; use 16 or 32",
         ),
         (
             ["ici_context_parallelism=8", "context_strategy=ulysses"],
-            "tensor x context = 8 does not divide the kv heads of demo-1m; use all_gather or ring",
+            "context parallelism 8 does not divide kv_heads = 2 of demo-1m; use 2 ways, or all_gather or ring",
         ),
         (
             ["model=demo-moe", "moe_dispatch=capacity", "ici_context_parallelism=2"],

@@ -186,7 +186,7 @@ def test_whatever_is_recommended_is_legal(batch, seq):
         assert 32 % i.pipeline == 0
         assert seq % i.context == 0
         check_layout(LLAMA8, c.cluster, c.layout, seq)
-        check_recipe(LLAMA8, c.layout, c.recipe)
+        check_recipe(LLAMA8, c.layout, c.recipe, seq)
 
 
 def test_no_pipeline_is_recommended_with_activations_on_the_host():

@@ -51,7 +51,11 @@ def test_short_batches_show_the_communication():
             ["ici_fsdp_parallelism=1", "ici_tensor_parallelism=8"],
             "does not divide the width 12",
         ),
-        (Stack(256, 2048, 4), ["dcn_tensor_parallelism=2", "dcn_data_parallelism=1"], "cannot be priced"),
+        (
+            Stack(256, 2048, 4),
+            ["dcn_tensor_parallelism=2", "dcn_data_parallelism=1"],
+            "measured but not priced",
+        ),
         (
             Stack(256, 2048, 4),
             ["ici_expert_parallelism=8", "ici_fsdp_parallelism=1"],

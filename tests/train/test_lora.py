@@ -294,6 +294,11 @@ def test_adapters_are_refused_on_other_weights_than_they_were_trained_on(tuned):
         open_trained(str(tuned), ["lora_base_dtype=bfloat16"])
 
 
+def test_adapters_are_refused_with_another_factor_than_they_were_trained_with(tuned):
+    with pytest.raises(UserError, match=r"lora_alpha = 4 is not the \d+ that the adapters were trained with"):
+        open_trained(str(tuned), ["lora_alpha=4"])
+
+
 def test_all_weights_start_from_a_run_which_a_resume_needs_no_more(tune, trained):
     copy = trained.folder / "copy"
     shutil.copytree(trained.folder / "run", copy)

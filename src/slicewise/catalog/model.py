@@ -149,6 +149,11 @@ class ModelSpec(Record):
         return Groups(first, e.every, (self.layers - first) // e.every)
 
     @property
+    def learned_positions(self) -> int | None:
+        """The most tokens that a sequence can have; None where no position is learned."""
+        return self.max_context if self.position == "learned" else None
+
+    @property
     def staged_groups(self) -> int:
         """How many of them a pipeline can divide over its stages: 1 where dense layers of groups and around them are
         stored as one stack."""

@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) as shapes: which matrices of a layer have them, by one rule for all."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slicewise.costs.shapes import Layer, Matmul, ModelShape
@@ -16,6 +17,7 @@ NAMES = {
     "kv_wa_proj": ("", "latent.wkv_a"),
     "out_proj": ("wo", "wo"),
 }
+PREFIXES = {"shared_": "moe.shared.", "moe_": "moe."}
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,39 @@ def check(lora: Lora | None, optimizer_type: str, quantization: str) -> None:
         )
 
 
+def check_names(lora: Lora, model: str, dense: Sequence[str], routed: Sequence[str]) -> None:
+    """Raises UserError for a pattern that is none, that names routed experts, or no matrix of ``model``.
+
+    ``dense`` and ``routed`` are the names of its matrices within a layer.
+    """
+    try:
+        re.compile(lora.layers)
+    except re.error as e:
+        raise UserError(f"lora_layers = '{lora.layers}' is no regular expression: {e}.") from e
+    if lora.layers and (experts := [name for name in routed if lora.adapts(name)]):
+        raise UserError(
+            f"lora_layers = '{lora.layers}' names {experts[0]}, and routed experts take no adapters;"
+            f" choose of {', '.join(dense)}."
+        )
+    if not any(map(lora.adapts, dense)):
+        raise UserError(
+            f"lora_layers = '{lora.layers}' matches no matrix of {model}; the names are {', '.join(dense)}."
+        )
+
+
 def with_adapters(shape: ModelShape, lora: Lora | None) -> ModelShape:
-    """``shape`` as it is trained: frozen, with the ranks of its adapters; as it is without ``lora``."""
+    """``shape`` as it is trained: frozen, with the ranks of its adapters; as it is without ``lora``.
+
+    Raises UserError as check_names does.
+    """
     if lora is None:
         return shape
+    matrices = [(layer, m) for layer in shape.layers for m in layer.matmuls if m.name != "router"]
+    dense, routed = (
+        list(dict.fromkeys(_matrix(layer, m) for layer, m in matrices if m.routed == is_routed))
+        for is_routed in (False, True)
+    )
+    check_names(lora, shape.name, dense, routed)
     layers = tuple(
         replace(layer, matmuls=tuple(_adapted(layer, m, lora) for m in layer.matmuls), frozen=True)
         for layer in shape.layers
@@ -73,8 +104,10 @@ def _adapted(layer: Layer, m: Matmul, lora: Lora) -> Matmul:
 
 def _name(layer: Layer, m: Matmul) -> str | None:
     """The weight of ``m`` within its layer; None for what has no adapter."""
-    if m.routed or m.name == "router":
-        return None
+    return None if m.routed or m.name == "router" else _matrix(layer, m)
+
+
+def _matrix(layer: Layer, m: Matmul) -> str:
     outputs = {other.name for other in layer.matmuls}
     if m.name in NAMES:
         plain, latent = NAMES[m.name]
@@ -82,7 +115,7 @@ def _name(layer: Layer, m: Matmul) -> str | None:
             m.name == "query_proj" and "query_wa_proj" not in outputs
         )
         return latent if compressed else plain
-    prefix = "moe.shared." if m.name.startswith("shared_") else ""
-    part = m.name.removeprefix("shared_")
+    prefix = next((p for start, p in PREFIXES.items() if m.name.startswith(start)), "")
+    part = m.name.removeprefix("shared_").removeprefix("moe_")
     gated = m.name.replace("mlpwi_0", "mlpwi_1").replace("mlpwo", "mlpwi_1") in outputs
     return prefix + {"mlpwo": "w_down", "mlpwi_1": "w_up", "mlpwi_0": "w_gate" if gated else "w_up"}[part]

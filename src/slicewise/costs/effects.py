@@ -40,6 +40,12 @@ NEEDS = (
         "choose fp8, fp8_e4m3 or int8",
     ),
     Need(("quantization_tile",), "quantization_scaling", lambda name: name == "tile", "set it to tile"),
+    Need(
+        ("use_max_logits_estimate",),
+        "attention",
+        lambda name: name in ("auto", "splash"),
+        "set it to auto or splash",
+    ),
     Need(("lora_alpha", "lora_layers", "lora_base_dtype"), "lora_rank", bool, "set it above 0"),
     Need(("min_slices",), "elastic", lambda name: name != "off", "set it to accumulate or batch"),
     Need(("rollback_steps",), "on_bad_step", lambda name: name == "rollback", "set it to rollback"),

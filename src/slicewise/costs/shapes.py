@@ -130,6 +130,7 @@ class ModelShape:
     prediction_heads: int = 0  # extra passes through the output matrix (multi-token prediction)
     frozen_bytes: float | None = None  # of a weight where only adapters are trained
     staged_groups: int = 1  # equal layers, or groups of them, that a pipeline divides
+    learned_positions: int | None = None  # the most tokens of a sequence, where they are learned
 
     @functools.cached_property
     def layer_count(self) -> int:
@@ -210,7 +211,7 @@ def model_shape(spec: ModelSpec) -> ModelShape:
         kind = (spec.layer_is_sparse(last), spec.layer_is_global(last))
         kinds[kind] = kinds.get(kind, 0) + 1
     norm = spec.d_model * (2 if spec.norm == "layer" else 1)
-    position = spec.max_context * spec.d_model if spec.position == "learned" else 0
+    position = (spec.learned_positions or 0) * spec.d_model
     merge = 2 * spec.d_model * spec.d_model + 3 * norm  # of the embedding with the hidden state, per module
     return ModelShape(
         spec.name,
@@ -221,6 +222,7 @@ def model_shape(spec: ModelSpec) -> ModelShape:
         other_parameters=norm + position + spec.prediction_layers * merge,
         prediction_heads=spec.prediction_layers,
         staged_groups=spec.staged_groups,
+        learned_positions=spec.learned_positions,
     )
 
 

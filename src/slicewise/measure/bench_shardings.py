@@ -163,7 +163,7 @@ def _times(stack: Stack, mesh: Mesh, steps: int) -> tuple[tuple[float, ...], str
 
     def begin() -> tuple:
         weights, x_BD = start()
-        return step.lower(weights, x_BD).compile(compiler_options=_options(mesh)), weights, x_BD
+        return _compiled(step.lower(weights, x_BD), mesh), weights, x_BD
 
     begun, lack = _if_it_fits(begin)
     if begun is None:
@@ -193,9 +193,20 @@ def _if_it_fits(attempt: Callable[[], Any]) -> tuple[Any, str]:
     return (None, lacks[0]) if lacks else (result, "")
 
 
-def _options(mesh: Mesh) -> dict[str, bool]:
-    """On a CPU, products by oneDNN: the compiler's own choice for a transposed bfloat16 operand is 2.3 times slower."""
-    return {"xla_cpu_experimental_onednn_custom_call": True} if mesh.devices.flat[0].platform == "cpu" else {}
+def _compiled(lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
+    """On a CPU, products by oneDNN: the compiler's own choice for a transposed bfloat16 operand is 2.3 times slower.
+
+    Such a program cannot be written to JAX's cache, which would try, run out of memory and warn.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return lowered.compile()
+    least_s = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, least_s)
+    jax.config.update(least_s, math.inf)
+    try:
+        return lowered.compile(compiler_options={"xla_cpu_experimental_onednn_custom_call": True})
+    finally:
+        jax.config.update(least_s, before)
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -4,7 +4,6 @@ Dims in names: L layers, C dims that the product sums over, O dims of its result
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
-from slicewise.costs.adapters import Lora
-from slicewise.errors import UserError
+from slicewise.costs.adapters import Lora, check_names
 from slicewise.model.params import Params, Weight, leaves, mapped
 from slicewise.model.quantization import EXPERTS, MATRICES
 from slicewise.parallel.rules import partition
@@ -70,21 +68,9 @@ def _summed(name: str) -> int:
 
 def check(lora: Lora, spec: ModelSpec, layout: Params) -> None:
     """Raises UserError for a pattern that is none, that names routed experts, or no matrix of the model."""
-    try:
-        re.compile(lora.layers)
-    except re.error as e:
-        raise UserError(f"lora_layers = '{lora.layers}' is no regular expression: {e}.") from e
     names = dict.fromkeys(in_layer(name) for name in leaves(layout) if in_layer(name))
     dense = [name for name in names if is_dense(f"layers.{name}")]
-    if lora.layers and (experts := [n for n in names if EXPERTS.fullmatch(n) and lora.adapts(n)]):
-        raise UserError(
-            f"lora_layers = '{lora.layers}' names {experts[0]}, and routed experts take no adapters;"
-            f" choose of {', '.join(dense)}."
-        )
-    if not any(map(lora.adapts, dense)):
-        raise UserError(
-            f"lora_layers = '{lora.layers}' matches no matrix of {spec.name}; the names are {', '.join(dense)}."
-        )
+    check_names(lora, spec.name, dense, [name for name in names if EXPERTS.fullmatch(name)])
 
 
 def adapters(layout: Params, lora: Lora) -> dict[str, Adapter]:

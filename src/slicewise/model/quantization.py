@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from slicewise.costs import scales
 from slicewise.errors import UserError
 from slicewise.parallel.rules import partition, unscattered
 
@@ -29,7 +30,6 @@ TYPES = {  # of weights and activations, of gradients
     "fp8_e4m3": ("float8_e4m3fn", "float8_e4m3fn"),
     "int8": ("int8", "int8"),
 }
-RANGES = (1e-6, 1e6)  # that a fixed range may be: the product of two scales is a float32
 TINY = 2.0**-63  # instead of a largest magnitude of 0
 
 
@@ -97,21 +97,7 @@ def check(how: Quantization, layers: Any) -> None:
         raise UserError(f"quantization_layers = '{how.layers}' is no regular expression: {e}.") from e
     if importlib.util.find_spec("qwix") is None:
         raise UserError(f"quantization = '{how.name}' needs qwix; pip install 'slicewise[quantization]'.")
-    if how.fixed_range and not RANGES[0] <= how.fixed_range <= RANGES[1]:
-        raise UserError(
-            f"quantization_fixed_range = {how.fixed_range:g}: expected {RANGES[0]:g} to {RANGES[1]:g}, such as 8, or 0"
-            " for the largest value of each step."
-        )
-    if how.calibrated and (how.fixed_range or how.scaling != "tensor"):
-        other = (
-            f"quantization_fixed_range = {how.fixed_range}"
-            if how.fixed_range
-            else f"quantization_scaling = '{how.scaling}'"
-        )
-        raise UserError(
-            f"quantization_calibrate_every does not go with {other}: a calibrated scale is one for a tensor; leave"
-            " one of them out."
-        )
+    scales.check(fixed_range=how.fixed_range, calibrate_every=int(how.calibrated), scaling=how.scaling)
     leaves = jax.tree.leaves(marked(layers, how), is_leaf=lambda leaf: isinstance(leaf, Marked))
     if not any(isinstance(leaf, Marked) for leaf in leaves):
         raise UserError(

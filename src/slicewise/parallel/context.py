@@ -5,7 +5,6 @@ and device i holds chunks i and 2n - 1 - i: every device then sees as many keys 
 each device attends to whole rows, and tokens stay in their order.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +14,8 @@ import numpy as np
 
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import ContextStrategy
+from slicewise.costs.batch import check_divided, check_heads, is_balanced
 from slicewise.costs.experts import check_capacity
-from slicewise.errors import UserError
 from slicewise.parallel.rules import in_stage, partition
 
 AXIS = "context"
@@ -30,11 +29,6 @@ def ways() -> int:
 def row_tokens(tokens: int) -> int:
     """Tokens of a whole row, of which the code in force sees ``tokens``: all, or within a stage a device's own part."""
     return tokens * ways() if in_stage() else tokens
-
-
-def is_balanced(strategy: ContextStrategy) -> bool:
-    """Whether a device holds an early and a late chunk of a row, instead of neighbouring tokens."""
-    return strategy != "ulysses"
 
 
 def order(tokens: int, ways: int, strategy: ContextStrategy) -> np.ndarray | None:
@@ -102,29 +96,9 @@ def check(
     ``dispatch``: how tokens get to their experts.
     """
     n = degrees[AXIS]
-    if n == 1:
-        return
-    chunks = 2 * n if is_balanced(strategy) else n
-    if sequence_length % chunks:
-        above = sequence_length + -sequence_length % chunks
-        below = sequence_length - sequence_length % chunks
-        near = f"{below} or {above}" if below else f"{above}"
-        raise UserError(
-            f"sequence_length = {sequence_length} does not fall into the {chunks} equal chunks that context"
-            f" parallelism {n} by {strategy} needs; use {near}."
-        )
-    if strategy == "ulysses" and (heads := spec.kv_heads // degrees["tensor"]) % n:
-        kept = "kv_heads" if degrees["tensor"] == 1 else "kv_heads / tensor parallelism"
-        raise UserError(
-            f"context_strategy = ulysses exchanges heads, and context parallelism {n} does not divide {kept} ="
-            f" {heads} of {spec.name}; use {math.gcd(heads, n)} ways, or all_gather or ring."
-        )
+    check_divided(sequence_length, n, strategy, spec.prediction_layers)
+    check_heads(spec.name, spec.kv_heads, n, degrees["tensor"], strategy)
     check_capacity(n, is_capacity=spec.experts is not None and dispatch == "capacity")
-    if sequence_length // chunks < spec.prediction_layers:
-        raise UserError(
-            f"sequence_length = {sequence_length} leaves chunks of {sequence_length // chunks} tokens to context"
-            f" parallelism {n}, fewer than the {spec.prediction_layers} prediction layers look ahead; raise it."
-        )
 
 
 def gathered(tree: Any) -> Any:

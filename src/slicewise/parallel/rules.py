@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
+from slicewise.costs import columns
 from slicewise.costs.experts import check_divided
 from slicewise.costs.layout import WEIGHT_AXES
 from slicewise.costs.pipeline import check_layers
@@ -103,9 +104,7 @@ def unscattered(grad: jax.Array, x: jax.Array, lead: int) -> jax.Array:
 def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -> None:
     """Raises UserError when ``degrees`` (mesh axis -> size) does not divide the dims that it shards."""
     tensor, expert, stages = degrees["tensor"], degrees["expert"], degrees.get(PIPELINE, 1)
-    context = degrees.get("context", 1)
     rows = stages * degrees["fsdp"] * expert
-    sharded = rows * context
     check_layers(spec.name, spec.staged_groups, stages)
     for count, name in _tensor_dims(spec):
         if count % tensor:
@@ -119,26 +118,16 @@ def check(spec: ModelSpec, global_batch_size: int, degrees: Mapping[str, int]) -
             f"expert parallelism {expert} does not divide the {spec.experts.experts} experts of {spec.name};"
             f" choose one of {_divisors(spec.experts.experts)}."
         )
-    for count, name in _sharded_dims(spec):
-        if count % sharded:
-            product = _product({"pipeline": stages, "fsdp": 0, "expert": expert, "context": context})
-            raise UserError(
-                f"{product}{' =' * (' x ' in product)} {sharded} does not divide {name} = {count} of {spec.name};"
-                " use fewer fsdp and more data or tensor parallelism."
-            )
+    columns.check(spec.name, _sharded_dims(spec), degrees)
     batch = degrees["data"] * rows
     if global_batch_size % batch:
         below = global_batch_size - global_batch_size % batch
         near = f"{below} or {below + batch}" if below else f"{batch}, or context parallelism for sequences"
-        axes = _product({"data": 0, "pipeline": stages, "fsdp": 0, "expert": expert})
+        ways = {"data": degrees["data"], "pipeline": stages, "fsdp": degrees["fsdp"], "expert": expert}
+        axes = columns.product(ways, always=("data", "fsdp"))
         raise UserError(
             f"global_batch_size = {global_batch_size} is not a multiple of {axes} = {batch}; use {near}."
         )
-
-
-def _product(degrees: Mapping[str, int]) -> str:
-    """Such as 'data x fsdp parallelism': axes of one device are not worth a word, those given as 0 always are."""
-    return " x ".join(axis for axis, degree in degrees.items() if degree != 1) + " parallelism"
 
 
 def _tensor_dims(spec: ModelSpec) -> list[tuple[int, str]]:

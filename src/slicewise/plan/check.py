@@ -5,8 +5,9 @@ import math
 import numpy as np
 
 from slicewise.catalog.slices import Cluster
+from slicewise.costs import batch, columns
 from slicewise.costs.experts import check_capacity, check_divided
-from slicewise.costs.layout import ContextExchange, Layout, Number, Recipe
+from slicewise.costs.layout import AXES, ContextExchange, Layout, Number, Recipe
 from slicewise.costs.pipeline import check_layers, check_remat
 from slicewise.costs.shapes import ModelShape
 from slicewise.errors import UserError
@@ -16,7 +17,6 @@ SUBJECTS = {
     "tensor": "the heads and hidden widths of {model}",
     "expert": "the {experts} experts of {model}",
     "pipeline": "the {layers} layers of {model}",
-    "context": "sequences of {seq} tokens into two chunks a device",
 }
 
 
@@ -27,10 +27,12 @@ def check_layout(shape: ModelShape, cluster: Cluster, layout: Layout, seq: int) 
     for axis, subject in SUBJECTS.items():
         degree = int(layout.total(axis))
         if degree > 1 and not limits.allows(axis, degree):
-            what = subject.format(model=shape.name, experts=limits.experts, layers=limits.layers, seq=seq)
+            what = subject.format(model=shape.name, experts=limits.experts, layers=limits.layers)
             raise UserError(
                 f"{axis} = {degree} does not divide {what}; {_nearest(limits, axis, degree, cluster)}."
             )
+    dims = [(dim, "latent rank" if k else "d_model") for k, dim in enumerate(limits.embed)]
+    columns.check(shape.name, dims, {axis: int(layout.total(axis)) for axis in AXES})
     if layout.global_batch < 1:
         raise UserError(
             f"the global batch is below one sequence of {seq} tokens; expected {seq} tokens or more."
@@ -47,15 +49,12 @@ def check_layout(shape: ModelShape, cluster: Cluster, layout: Layout, seq: int) 
         )
 
 
-def check_recipe(shape: ModelShape, layout: Layout, recipe: Recipe) -> None:
-    """Raises UserError where ``layout`` cannot be run as ``recipe`` says."""
+def check_recipe(shape: ModelShape, layout: Layout, recipe: Recipe, seq: int) -> None:
+    """Raises UserError where ``layout`` cannot be run on sequences of ``seq`` as ``recipe`` says."""
     check_remat(int(layout.total("pipeline")), recipe.remat)
-    n = int(layout.total("context"))
-    if n > 1 and not heads_allow(shape, layout, recipe.context_exchange):
-        raise UserError(
-            f"context_strategy = ulysses exchanges heads, and tensor x context = {int(layout.total('tensor')) * n} does"
-            f" not divide the kv heads of {shape.name}; use all_gather or ring."
-        )
+    n, exchange = int(layout.total("context")), recipe.context_exchange
+    batch.check_divided(seq, n, exchange, shape.prediction_heads)
+    batch.check_heads(shape.name, limits_of(shape, seq, 1).heads, n, int(layout.total("tensor")), exchange)
     check_capacity(n, is_capacity=bool(shape.routed_parameters and recipe.expert_capacity_factor))
 
 

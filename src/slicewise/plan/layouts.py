@@ -8,6 +8,7 @@ import numpy as np
 
 from slicewise.catalog.slices import Slice
 from slicewise.costs import pipeline, torus
+from slicewise.costs.batch import BLOCK
 from slicewise.costs.device import Device
 from slicewise.costs.layout import WEIGHT_AXES, Degrees, Layout, Number, place_degrees
 from slicewise.costs.network import Network
@@ -50,8 +51,11 @@ class Limits:
         return self.global_batch % degree == 0
 
     def tries(self, axis: str, degree: int) -> bool:
-        """Whether a search looks at the degree, which is allowed: shorter parts of sequences never pay."""
-        return axis != "context" or degree == 1 or self.seq // degree >= MIN_CONTEXT_TOKENS
+        """Whether a search looks at the degree, which is allowed: shorter parts of sequences never pay, and attention
+        kernels take whole blocks of both chunks of a device."""
+        if axis != "context" or degree == 1:
+            return True
+        return self.seq // degree >= MIN_CONTEXT_TOKENS and self.seq % (2 * BLOCK * degree) == 0
 
 
 def limits_of(shape: ModelShape, seq: int, global_batch: int) -> Limits:

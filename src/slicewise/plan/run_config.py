@@ -8,9 +8,10 @@ from typing import Any
 from slicewise.catalog.chips import Chip
 from slicewise.catalog.slices import Cluster
 from slicewise.config import AXES, SECTION_OF, RunConfig, check_effects, resolve_degrees, toml
-from slicewise.costs import remat
+from slicewise.costs import remat, scales
 from slicewise.costs.adapters import check as check_lora
 from slicewise.costs.adapters import with_adapters
+from slicewise.costs.batch import check_blocks, check_positions, check_tokens
 from slicewise.costs.layout import AXES as ALL_AXES
 from slicewise.costs.layout import Degrees, Layout, Precision, Recipe
 from slicewise.costs.pipeline import settled
@@ -29,6 +30,8 @@ MOMENTS = {
 }  # as large as the weights that each optimiser keeps
 # quantization of a config -> precision of a recipe
 PRECISIONS: Mapping[str, Precision] = {"none": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8", "int8": "int8"}
+# axis -> what it divides; only the planner's arithmetic lacks it between slices
+UNPRICED = {"tensor": "heads and hidden widths", "expert": "experts", "context": "sequences"}
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 
 
@@ -52,24 +55,26 @@ def priced(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Candidate:
         )
     degrees = resolve_degrees(config, num_slices=cluster.num_slices, devices_per_slice=cluster.slice.devices)
     check_effects(config, shape, degrees, cluster.num_slices)
-    if degrees.dcn["expert"] > 1:
-        raise UserError(
-            f"dcn_expert_parallelism = {degrees.dcn['expert']}: experts that are divided between slices cannot be"
-            " priced; use ici_expert_parallelism."
-        )
-    if degrees.dcn["context"] > 1:
-        raise UserError(
-            f"dcn_context_parallelism = {degrees.dcn['context']}: sequences that are divided between slices cannot be"
-            " priced; use ici_context_parallelism."
-        )
+    for axis, what in UNPRICED.items():
+        if degrees.dcn[axis] > 1:
+            raise UserError(
+                f"dcn_{axis}_parallelism = {degrees.dcn[axis]}: {what} that are divided between slices can be trained"
+                f" but not priced; ask slicewise compile, or use ici_{axis}_parallelism."
+            )
+    check_tokens(config.data.global_batch_size, config.data.sequence_length)
+    check_positions(shape.name, config.data.sequence_length, shape.learned_positions)
     work = workload_of(config, shape)
     steps = config.optimizer.gradient_accumulation_steps
     layout = Layout(Degrees(**degrees.ici), Degrees(**degrees.dcn), work.global_batch, steps)
     check_lora(config.adapters, config.optimizer.optimizer_type, config.quantization)
     layout = _with_pipeline(config, shape, layout)
     check_layout(shape, cluster, layout, work.seq)
+    if config.quantization != "none":
+        scales.check_staged(int(layout.total("pipeline")), config.model.quantization_calibrate_every)
     recipe = recipe_of(config)
-    check_recipe(work.shape, layout, recipe)
+    check_recipe(work.shape, layout, recipe, work.seq)
+    if cluster.chip.ici_dims and config.model.attention in ("auto", "splash"):  # on TPUs
+        check_blocks(work.seq, int(layout.total("context")), recipe.context_exchange)
     return Candidate(cluster, layout, recipe, estimate(work.shape, cluster, layout, recipe, work.seq))
 
 
@@ -105,6 +110,11 @@ def _arithmetic(config: RunConfig) -> dict[str, Any]:
     model = config.model
     if config.quantization == "none":
         return {}
+    scales.check(
+        fixed_range=model.quantization_fixed_range,
+        calibrate_every=model.quantization_calibrate_every,
+        scaling=model.quantization_scaling,
+    )
     if model.quantization_layers != ".*":
         raise UserError(
             f"quantization_layers = '{model.quantization_layers}': only steps with all their matrices in 8 bits can be"

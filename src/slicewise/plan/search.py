@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from slicewise.catalog.slices import Cluster
+from slicewise.costs.batch import check_positions
 from slicewise.costs.device import Device, device_of
 from slicewise.costs.layout import CONTEXT_EXCHANGES, ContextExchange, Layout, Recipe
 from slicewise.costs.memory import MARGIN, device_total, memory_bytes, peak_bytes
@@ -192,7 +193,7 @@ def remat_candidates(workload: Workload, base: Candidate) -> list[Candidate]:
             layout = replace(base.layout, accumulation_steps=steps)
             try:
                 check_layout(shape, cluster, layout, seq)
-                check_recipe(shape, layout, recipe)
+                check_recipe(shape, layout, recipe, seq)
             except UserError:
                 break
             one = Candidate(cluster, layout, recipe, estimate(shape, cluster, layout, recipe, seq))
@@ -208,6 +209,7 @@ def _check(workload: Workload, cluster: Cluster, precisions: Sequence[str]) -> N
             f"the global batch is below one sequence of {workload.seq} tokens;"
             f" expected {workload.seq} tokens or more."
         )
+    check_positions(workload.shape.name, workload.seq, workload.shape.learned_positions)
     for precision in precisions:
         cluster.chip.peak_flops_per_s(precision)
 

@@ -111,7 +111,10 @@ def predict(stack: Stack, cluster: Cluster, degrees: AxisDegrees) -> Predicted:
     parallelism over DCN, which has no price, and where the degrees do not fit.
     """
     if degrees.dcn["tensor"] > 1:
-        raise UserError("dcn_tensor_parallelism above 1 cannot be priced; set it to 1.")
+        raise UserError(
+            f"dcn_tensor_parallelism = {degrees.dcn['tensor']}: a tensor axis between slices can be measured but not"
+            " priced; leave out --chip and --topology where there are devices, or set it to 1."
+        )
     if stack.dtype != "bfloat16":
         raise UserError(f"--dtype {stack.dtype}: only bfloat16 can be priced.")
     stack.check(degrees)

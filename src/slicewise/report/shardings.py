@@ -12,7 +12,7 @@ def title(stack: Stack, where: str, devices: int) -> list[str]:
     """What runs, and how large it is."""
     activations = stack.activation_bytes(devices)
     return [
-        f"{stack.layers} layers of {stack.d_model:,} x {stack.d_ff:,} and back, {stack.dtype},"
+        f"{stack.layers} layer{'s' * (stack.layers > 1)} of {stack.d_model:,} x {stack.d_ff:,} and back, {stack.dtype},"
         f" {stack.rows:,} rows a device, on {where}",
         f"parameters {quantity(stack.parameter_bytes, 'B')}, activations {quantity(activations, 'B')} over all devices",
     ]

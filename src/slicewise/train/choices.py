@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from slicewise.catalog import chips, flags
 from slicewise.catalog.model import ModelSpec
 from slicewise.config import RunConfig
+from slicewise.costs import scales
 from slicewise.costs.adapters import Lora
 from slicewise.costs.adapters import check as check_lora
 from slicewise.costs.pipeline import check_remat, settled
@@ -67,11 +68,8 @@ def pipeline(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> Pipeline | None:
     if degrees[PIPELINE] == 1:
         return None
     check_remat(degrees[PIPELINE], config.remat)
-    if every := config.model.quantization_calibrate_every:
-        raise UserError(
-            f"quantization_calibrate_every = {every} does not go with a pipeline, whose stages know no ranges; set it"
-            " to 0."
-        )
+    if config.quantization != "none":
+        scales.check_staged(degrees[PIPELINE], config.model.quantization_calibrate_every)
     return Pipeline(microbatches, keys.pipeline_repeats, keys.pipeline_gather)
 
 

@@ -48,7 +48,14 @@ def digest(frozen: transformer.Params) -> str:
 
 
 def check_base(config: RunConfig, frozen: transformer.Params, metadata: Mapping[str, Any]) -> None:
-    """Raises UserError where ``frozen`` is not what the adapters of a checkpoint with ``metadata`` were trained on."""
+    """Raises UserError where ``frozen`` is not what the adapters of a checkpoint with ``metadata`` were trained on, or
+    they would be multiplied by something else."""
+    asked = config.lora.lora_alpha
+    if (alpha := metadata.get("lora_alpha") or asked) != asked:
+        raise UserError(
+            f"lora_alpha = {asked:g} is not the {alpha:g} that the adapters were trained with; set it to that, or"
+            " choose another run_name."
+        )
     saved, found = metadata["frozen"], digest(frozen)
     if saved != found:
         raise UserError(

@@ -416,6 +416,7 @@ class _Run:
             "recent_losses": self.judge.recent,
             "held_out_loss": loss,
             "frozen": self.frozen_digest,
+            "lora_alpha": self.config.lora.lora_alpha if self.step.lora else None,
         }
         self.saver.save(
             number, _kept(state), data_state=data_state, metadata=metadata, shared=shared, locally=locally

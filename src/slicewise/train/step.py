@@ -12,9 +12,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slicewise.catalog.model import ModelSpec
-from slicewise.config import LARGEST, RunConfig
+from slicewise.config import RunConfig
 from slicewise.costs.adapters import Lora
-from slicewise.errors import UserError
+from slicewise.costs.batch import check_positions, check_tokens
 from slicewise.interop.huggingface import load_spec
 from slicewise.model import transformer
 from slicewise.model.lora import adapted, adapters, freeze
@@ -77,13 +77,9 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     spec = load_spec(config.model.model)
     rules.check(spec, config.data.global_batch_size, dict(mesh.shape))
     strategy, tokens = config.parallelism.context_strategy, config.data.sequence_length
-    _check_tokens(config.data.global_batch_size, tokens)
+    check_tokens(config.data.global_batch_size, tokens)
     context.check(spec, tokens, strategy, config.model.moe_dispatch, dict(mesh.shape))
-    if spec.position == "learned" and config.data.sequence_length > spec.max_context:
-        raise UserError(
-            f"sequence_length = {config.data.sequence_length} exceeds the {spec.max_context} learned positions of"
-            f" {spec.name}; lower it."
-        )
+    check_positions(spec.name, tokens, spec.learned_positions)
     dtype = jnp.dtype(config.model.compute_dtype)
     options = choices.compiler_options(config, mesh)
     remat = config.remat
@@ -202,14 +198,6 @@ def build_train_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         layout=layout,
         lora=lora,
     )
-
-
-def _check_tokens(rows: int, length: int) -> None:
-    if (tokens := rows * length) > LARGEST:
-        raise UserError(
-            f"global_batch_size x sequence_length = {rows:,} x {length:,} = {tokens:,} tokens a step: devices count at"
-            f" most {LARGEST:,}; lower one of them."
-        )
 
 
 def _whole(params: Any, frozen: Any, lora: Lora | None) -> transformer.Params:

@@ -167,10 +167,6 @@ def test_auto_follows_the_devices_of_the_mesh():
         (("splash", "cpu"), "needs TPU devices, found cpu"),
         (("auto", "tpu", 200), "sequence_length = 200 is not a multiple of 128.*use 256"),
         (("xla_chunked", "cpu", 1031), "sequence_length = 1031 has no divisor from 64 to 512"),
-        (
-            ("reference", "tpu", 256, 5.0),
-            "use_max_logits_estimate = 5.0 has no effect on attention = 'reference'",
-        ),
     ],
 )
 def test_refuses_what_cannot_run(arguments, message):

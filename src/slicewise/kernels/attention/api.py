@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from slicewise.catalog import chips
 from slicewise.config import ContextStrategy
+from slicewise.costs.batch import check_blocks
 from slicewise.errors import UserError
 from slicewise.kernels.attention import chunked, divided, reference
 from slicewise.kernels.attention.device import by_device, chunks
@@ -22,7 +23,6 @@ from slicewise.parallel import context
 from slicewise.parallel.rules import partition, unmapped
 
 CONTEXT = "context"  # what an implementation's backward pass reads, for checkpoint policies
-BLOCK = 128  # splash: sequences are multiples of the lanes of a vector register
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,6 @@ def choose(
     device = mesh.devices.flat[0]
     on_tpu = device.platform == "tpu"
     name = asked if asked != "auto" else "splash" if on_tpu else "reference"
-    if max_logit and asked not in ("auto", "splash"):
-        raise UserError(
-            f"use_max_logits_estimate = {max_logit} has no effect on attention = '{asked}'; only splash uses it."
-        )
     ways = mesh.shape[context.AXIS]
     if name == "xla_chunked" or (ways > 1 and strategy == "ring" and name == "reference"):
         chunked.check(sequence_length)
@@ -83,14 +79,7 @@ def choose(
         raise UserError(
             f"attention = 'splash' needs TPU devices, found {device.device_kind}; use 'reference'."
         )
-    multiple = BLOCK * (ways if strategy != "ring" or ways == 1 else 2 * ways)
-    if sequence_length % multiple:
-        above = sequence_length + -sequence_length % multiple
-        over = f" over context parallelism {ways}" if ways > 1 else ""
-        raise UserError(
-            f"sequence_length = {sequence_length} is not a multiple of {multiple}, which splash attention needs{over};"
-            f" use {above}, or attention = 'reference'."
-        )
+    check_blocks(sequence_length, ways, strategy)
     if importlib.util.find_spec("tokamax") is None:
         raise UserError("splash attention needs tokamax; pip install 'slicewise[tpu]'.")
     return Kernel("splash", chip_of(device), vmem_limit_kib, max_logit or None, strategy=strategy)
