@@ -47,6 +47,7 @@ DUMPS = "--xla_dump_hlo_as_text --xla_dump_compact_gte=false"
 SOURCES = ("model", "kernels", "parallel", "train", "catalog")
 RULES = (
     "adapters.py",
+    "batch.py",
     "layout.py",
     "memory.py",
     "pipeline.py",
