@@ -131,7 +131,7 @@ def test_all_pages_are_read(client, make, monkeypatch):
 
 def test_slices_that_are_being_replaced_are_waited_for(client, make, control):
     name = make(count=2)
-    control("inject", fault="fail", node=f"{name}-0", hold_s=0.5)
+    control("inject", fault="fail", node=f"{name}-0", hold_s=3)
     with pytest.raises(UserError, match=r"1 of 2 slices are READY \(READY,REPAIRING\)"):
         qr.workers_of_client(client, name)
     seen = []
