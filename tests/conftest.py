@@ -42,11 +42,6 @@ def pytest_sessionstart():
     assert jax.device_count() == 8
 
 
-def pytest_xdist_auto_num_workers():
-    """One more than cores: a fifth of its time, a worker waits for processes that it has started."""
-    return 1 + len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-
-
 def pytest_collection_finish():
     """What is imported by now stays: the garbage collector need not look at it again while programs are traced."""
     gc.freeze()
