@@ -186,7 +186,7 @@ def test_a_stale_agent_that_wakes_up_stops_its_trainer(gang, place):
         os.kill(pid, signal.SIGSTOP)
     gang.start(place)
     eventually(lambda: gang.steps_seen(2))
-    for pid in (first[place].pid, trainer):
+    for pid in (trainer, first[place].pid):  # the agent last: awake, it ends the trainer
         os.kill(pid, signal.SIGCONT)
     assert first[place].wait(120) == ExitCode.DONE
     eventually(lambda: not is_alive(trainer))
