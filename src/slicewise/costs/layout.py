@@ -50,8 +50,12 @@ class Layout:
     @property
     def data_shards(self) -> Number:
         """Ways the tokens are divided."""
-        i, d = self.ici, self.dcn
-        return i.data * i.fsdp * i.context * i.expert * d.data * d.fsdp
+        return self.ici.data * self.dcn.data * self.weight_shards
+
+    @property
+    def weight_shards(self) -> Number:
+        """Ways that the axes which divide d_model of dense weights divide it, but for the pipeline's."""
+        return self.ici.fsdp * self.ici.context * self.ici.expert * self.dcn.fsdp
 
     @property
     def ticks(self) -> Number:

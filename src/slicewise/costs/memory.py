@@ -22,8 +22,7 @@ def local_parameters(shape: ModelShape, layout: Layout) -> Number:
 
 
 def _spread(layout: Layout) -> Number:
-    i, d = layout.ici, layout.dcn
-    return i.tensor * i.fsdp * i.context * i.expert * d.fsdp * layout.total("pipeline")
+    return layout.ici.tensor * layout.weight_shards * layout.total("pipeline")
 
 
 def copied_bytes(shape: ModelShape, layout: Layout, recipe: Recipe) -> Number:
@@ -41,9 +40,8 @@ def trained_parameters(shape: ModelShape, layout: Layout) -> Number:
     """Parameters of one device that have gradients and optimiser state: all of them, or those of adapters."""
     if shape.frozen_bytes is None:
         return local_parameters(shape, layout)
-    i = layout.ici
-    fsdp = i.fsdp * i.context * i.expert * layout.dcn.fsdp
-    layers = sum(layer.count * layer.adapter_parameters(fsdp, i.tensor) for layer in shape.layers)
+    shards, t = layout.weight_shards, layout.ici.tensor
+    layers = sum(layer.count * layer.adapter_parameters(shards, t) for layer in shape.layers)
     return layers / layout.total("pipeline")
 
 
@@ -154,8 +152,7 @@ def output_bytes(shape: ModelShape, layout: Layout, tokens: Number, recipe: Reci
     if not trained:
         norm = (4 + 4 + ACT * (t > 1)) * tokens * shape.d_model if recipe.as_compiled_here else 0.0
         return held + logits + norm
-    ways = layout.ici.fsdp * layout.ici.context * layout.ici.expert * layout.dcn.fsdp
-    in_parts = matrix * (2 / LOSS_PARTS + 1 / ways)
+    in_parts = matrix * (2 / LOSS_PARTS + 1 / layout.weight_shards)
     return held + np.where(blocks > 1, 2 * matrix + logits, np.maximum(logits, in_parts))
 
 

@@ -144,11 +144,9 @@ def expert_moves(layer: Layer, work: Shard, layout: Layout, recipe: Recipe) -> M
 def gradient_moves(layer: Layer, layout: Layout, recipe: Recipe, micro: Number) -> Moves:
     """All-reduce of one layer's gradients over data replicas, in the slice and over DCN, on the shards of FSDP."""
     i, d = layout.ici, layout.dcn
-    dense = (layer.parameters - layer.routed_parameters) / (i.tensor * i.fsdp * i.context * i.expert)
-    routed = layer.routed_parameters / (i.tensor * i.expert * i.fsdp * i.context)
-    trained = (dense + routed) / d.fsdp
+    trained = layer.parameters / (i.tensor * layout.weight_shards)
     if layer.frozen:
-        trained = layer.adapter_parameters(i.fsdp * i.context * i.expert * d.fsdp, i.tensor)
+        trained = layer.adapter_parameters(layout.weight_shards, i.tensor)
     size = recipe.summed_bytes * trained
     return (
         Move("all-reduce", "data", {"data": i.data}, size, 0, 1 / micro),
