@@ -4,7 +4,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slicewise.launch.output import MAX_LINE_CHARS, TAIL_LINES, LineReader, Log, without_chatter
+from slicewise.launch.output import MAX_LINE_CHARS, TAIL_LINES, LineReader, Log, without_chatter, without_gloo
 
 
 def read_all(chunks):
@@ -66,9 +66,30 @@ def test_a_full_disk_ends_the_log_with_one_reason():
     assert log.write(b"x") is None
 
 
-@given(st.lists(st.integers(1, 60)))
+def gloo(rank):
+    """The pieces in which it writes its sentence."""
+    counts = (
+        rank,
+        " is connected to ",
+        3,
+        " peer ranks. ",
+        "Expected number of connected peer ranks is : ",
+        3,
+    )
+    return ["[Gloo] Rank ", *map(str, counts), "\n"]
+
+
+@given(st.lists(st.integers(1, 300)))
 def test_lines_of_gloo_are_left_out_however_the_bytes_arrive(cuts):
-    data = b"one\n[Gloo] Rank 0 is connected to 1 peer ranks.\ntwo\nRank 1: number of connected peer ranks is: 1\nth"
+    data = f"one\n{''.join(gloo(0))}two \xe9\n\n{''.join(gloo(1))}th".encode("latin-1")
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     chunks = (data[start:end] for start, end in itertools.pairwise(edges))
-    assert b"".join(without_chatter(chunks)) == b"one\ntwo\nth"
+    assert b"".join(without_chatter(chunks)) == b"one\ntwo \xe9\n\nth"
+
+
+@given(st.lists(st.booleans(), min_size=16, max_size=16), st.integers(0, 16))
+def test_a_line_into_which_threads_cut_those_of_gloo_is_shown(turns, at):
+    rest = [gloo(0), gloo(1)]
+    pieces = [(rest[turn] or rest[not turn]).pop(0) for turn in turns]
+    lines = "".join([*pieces[:at], "WARNING: loss is nan\n", *pieces[at:]]).splitlines()
+    assert sum((without_gloo(line) or "").endswith("WARNING: loss is nan") for line in lines) == 1

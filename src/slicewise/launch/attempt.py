@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from slicewise.errors import ExitCode
 from slicewise.launch import oom_kills
-from slicewise.launch.output import CHATTER
+from slicewise.launch.output import without_gloo
 from slicewise.launch.processes import KILL_WAIT_S, Asked, Child, Exited, Gang, Happening, Lines, Reported
 from slicewise.launch.watchdog import Watchdog
 from slicewise.train.progress import ProgressDisplay
@@ -174,7 +174,7 @@ class Attempt:
                     self._on_signal(number)
 
     def _print_lines(self, child: Child, lines: Sequence[str]) -> None:
-        shown = [child.prefix + line for line in lines if not CHATTER.match(line)]
+        shown = [child.prefix + line for line in map(without_gloo, lines) if line is not None]
         if shown:
             self.display.print("\n".join(shown))
 

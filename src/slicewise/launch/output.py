@@ -12,8 +12,10 @@ from typing import Any, BinaryIO
 from slicewise.train.progress import PLAIN_INTERVAL_S, metrics_text
 
 TAIL_LINES = 20
-# Gloo's own lines, which no switch turns off and which threads cut into one another; the logs keep them.
-CHATTER = re.compile(r"(\[Gloo\] |.*number of connected peer ranks is)")
+# Gloo's own sentence, which no switch turns off; threads cut its pieces into other lines. The logs keep it.
+_GLOO = re.compile(
+    r"\[Gloo\] Rank \d*|\d* is connected to \d*| peer ranks\. ?|Expected number of connected peer ranks is : \d*"
+)
 MAX_LINE_CHARS = 32 * 1024  # a longer line is shown in pieces: memory stays bounded
 
 # cursor movements and other controls of one process would spoil the lines of all others
@@ -49,12 +51,21 @@ def _printable(line: str) -> str:
     return _CONTROLS.sub("", line.rstrip("\r").rsplit("\r", 1)[-1])
 
 
+def without_gloo(line: str) -> str | None:
+    """What a program wrote of a line; None for one with nothing but Gloo's pieces."""
+    if "[Gloo]" not in line and "connected peer ranks is" not in line:
+        return line
+    rest = _GLOO.sub("", line)
+    return None if re.fullmatch(r"[\d\s.]*", rest) else rest
+
+
 def without_chatter(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same output in whole lines, but for those that no user has written."""
+    """The same output in whole lines, but for what no user has written."""
     partial = b""
     for chunk in chunks:
         *lines, partial = (partial + chunk).split(b"\n")
-        shown = [line + b"\n" for line in lines if not CHATTER.match(line.decode("utf-8", "replace"))]
+        written = (without_gloo(line.decode("utf-8", "surrogateescape")) for line in lines)
+        shown = [line.encode("utf-8", "surrogateescape") + b"\n" for line in written if line is not None]
         if shown:
             yield b"".join(shown)
     if partial:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from slicewise.errors import ExitCode
 from slicewise.launch import oom_kills
-from slicewise.launch.output import CHATTER
+from slicewise.launch.output import without_gloo
 from slicewise.launch.policy import Watch
 from slicewise.launch.processes import Asked, Child, Command, Exited, Gang, Happening, Lines, Reported
 from slicewise.launch.watchdog import Watchdog
@@ -113,8 +113,8 @@ class Trainer:
     def _handle(self, happening: Happening) -> None:
         match happening:
             case Lines(_, lines):
-                for line in lines:
-                    if not CHATTER.match(line):
+                for line in map(without_gloo, lines):
+                    if line is not None:
                         self._say(line)
             case Reported(child, event):
                 self._on_event(child, event)
