@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from slicewise.catalog.model import ModelSpec
 from slicewise.kernels.attention.api import Kernel, Tokens, attention
 from slicewise.model import mla, order, rope
-from slicewise.model.layers import biased, normed
+from slicewise.model.layers import apart, biased, normed
 from slicewise.model.linear import linear
 from slicewise.model.params import Layers, Norm
 from slicewise.model.remat import named
@@ -92,7 +92,7 @@ def attend(
         kernel=kernel,
     )
     scattered = residual(x_BTD.shape[1])
-    out_BTD = linear(context_BTNH, weight(w.wo, "heads", "head_dim", "embed"), scattered, contract=2)
+    out_BTD = linear(apart(context_BTNH), weight(w.wo, "heads", "head_dim", "embed"), scattered, contract=2)
     out_BTD = named(biased(out_BTD, w.bo), "out_proj")
     if w.post_attn_norm is not None:
         out_BTD = normed(out_BTD, w.post_attn_norm, spec)

@@ -50,7 +50,19 @@ def normed(x: jax.Array, norm: Norm, spec: ModelSpec) -> jax.Array:
         x32 = x32 - x32.mean(-1, keepdims=True)
     normal = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + spec.norm_eps)
     scaled = normal * (1 + norm.scale if spec.zero_centered_norm else norm.scale)
-    return (scaled if norm.bias is None else scaled + norm.bias).astype(x.dtype)
+    return apart((scaled if norm.bias is None else scaled + norm.bias).astype(x.dtype))
+
+
+@jax.custom_vjp
+def apart[T](x: T) -> T:
+    """As it is. What made ``x`` has a backward pass that is not fused into the products of what uses it.
+
+    There the compiler would compute it again for each of them, and let a product wait for its sums over tokens.
+    """
+    return x
+
+
+apart.defvjp(lambda x: (x, None), lambda _, grad: (jax.lax.optimization_barrier(grad),))
 
 
 def activate(spec: ModelSpec, gate: jax.Array | None, up: jax.Array) -> jax.Array:
@@ -82,8 +94,8 @@ def mlp(w: Any, spec: ModelSpec, h_BTD: jax.Array, weight: Callable, prefix: str
     if w.w_gate is None:
         hidden_BTF = activate(spec, None, into(w.w_up, w.b_up, "mlpwi_0"))
     else:
-        gate_BTF = into(w.w_gate, w.b_gate, "mlpwi_0")
-        hidden_BTF = activate(spec, gate_BTF, into(w.w_up, w.b_up, "mlpwi_1"))
+        gate_BTF, up_BTF = apart((into(w.w_gate, w.b_gate, "mlpwi_0"), into(w.w_up, w.b_up, "mlpwi_1")))
+        hidden_BTF = activate(spec, gate_BTF, up_BTF)
     out_BTD = linear(hidden_BTF, weight(w.w_down, "mlp", "embed"), residual(h_BTD.shape[1]))
     return named(biased(out_BTD, w.b_down), f"{prefix}mlpwo")
 
