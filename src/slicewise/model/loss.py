@@ -120,8 +120,8 @@ def _local(
         return total, x_gradient
     gradient = gradient_VD if loss.tied else gradient_VD.T
     # The layers' backward pass waits for all of it: else what it is computed from is held until the end of the step. A
-    # barrier would not do, for the compiler schedules without them. (One slice with a stride would be one more operation
-    # on all of it, for which the compiler may lack VMEM.)
+    # barrier would not do, for the compiler schedules without them. (One slice with a stride would be an operation on
+    # all of it, for which the compiler may lack VMEM.)
     rows = range(len(gradient_VD) - 1, -1, -max(1, len(gradient_VD) // LOSS_PARTS))
     of_every_part = jnp.concatenate([jax.lax.slice(gradient_VD, (row, 0), (row + 1, 1)) for row in rows])
     x_gradient = x_gradient + 0 * of_every_part.sum().astype(x_gradient.dtype)
