@@ -54,10 +54,10 @@ def normed(x: jax.Array, norm: Norm, spec: ModelSpec) -> jax.Array:
 
 
 @jax.custom_vjp
-def apart[T](x: T) -> T:
-    """As it is. What made ``x`` has a backward pass that is not fused into the products of what uses it.
+def apart(x: jax.Array) -> jax.Array:
+    """As it is. What made ``x`` has a backward pass that is not fused into the product that its gradient comes from.
 
-    There the compiler would compute it again for each of them, and let a product wait for its sums over tokens.
+    Such a product would also make sums over tokens or heads, and take up to 1.9 times as long.
     """
     return x
 
@@ -94,8 +94,8 @@ def mlp(w: Any, spec: ModelSpec, h_BTD: jax.Array, weight: Callable, prefix: str
     if w.w_gate is None:
         hidden_BTF = activate(spec, None, into(w.w_up, w.b_up, "mlpwi_0"))
     else:
-        gate_BTF, up_BTF = apart((into(w.w_gate, w.b_gate, "mlpwi_0"), into(w.w_up, w.b_up, "mlpwi_1")))
-        hidden_BTF = activate(spec, gate_BTF, up_BTF)
+        gate_BTF = into(w.w_gate, w.b_gate, "mlpwi_0")
+        hidden_BTF = activate(spec, gate_BTF, into(w.w_up, w.b_up, "mlpwi_1"))
     out_BTD = linear(hidden_BTF, weight(w.w_down, "mlp", "embed"), residual(h_BTD.shape[1]))
     return named(biased(out_BTD, w.b_down), f"{prefix}mlpwo")
 
