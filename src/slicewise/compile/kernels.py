@@ -4,15 +4,14 @@ A kernel is compiled at a few tiles' size, since what runs for one tile does not
 of a call is that of its grid: for each tile the slowest of its bundles, its products and its bytes, and a start.
 """
 
+import contextlib
 import json
 import math
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from slicewise.compile.cost import attention_rates, rates
 from slicewise.costs.device import Device, device_of
 from slicewise.errors import ExitCode, UserError
 from slicewise.kernels.tuned import Key
+from slicewise.temporary import temporary_folder
 
 CALLS = {
     ("splash", "forward"): "splash_mha_fwd",
@@ -60,7 +60,8 @@ class KernelCompiler:
                 f"no compiler here makes programs for {chip}; choose one of {', '.join(COMPILER_NAMES)}."
             )
         self.topology = f"{COMPILER_NAMES[chip]}:{ONE_CHIP.get(chip, '2x2x1')}"
-        self.folder = Path(tempfile.mkdtemp(prefix="slicewise-kernels-"))
+        self._stack = contextlib.ExitStack()
+        self.folder = self._stack.enter_context(temporary_folder("slicewise-kernels-"))
         self.process: subprocess.Popen[bytes] | None = None
         self._compiled: dict[str, Compiled] = {}  # by what was asked
 
@@ -69,7 +70,7 @@ class KernelCompiler:
 
     def __exit__(self, *_: object) -> None:
         self._stop()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._stack.close()
 
     def compile(
         self,

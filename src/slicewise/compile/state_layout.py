@@ -1,10 +1,8 @@
 """Where each array of a run's state lies on slices that are not there: what a restore has to bring to which host."""
 
 import json
-import shutil
 import signal
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from slicewise.compile import compiler
 from slicewise.compile.compiler import CompileFailed, Request
 from slicewise.errors import ExitCode, UserError
+from slicewise.temporary import temporary_folder
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class StateLayout:
 def state_layout(request: Request, *, timeout_s: float = 600.0) -> StateLayout:
     """Asks a process that knows the absent devices; nothing is compiled. Raises UserError as compile_request does."""
     compiler.check(request)
-    work = Path(tempfile.mkdtemp(prefix="slicewise-restore-"))
-    try:
+    with temporary_folder("slicewise-restore-") as work:
         log = work / "compiler.log"
         process = compiler.start(request, work, log)
         try:
@@ -73,8 +71,6 @@ def state_layout(request: Request, *, timeout_s: float = 600.0) -> StateLayout:
         if outcome["error"]:
             raise UserError(outcome["error"])
         found = _read(work / "arrays.json", log)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     arrays = [HeldArray(**{k: _tuples(v) for k, v in a.items()}) for a in found["arrays"]]
     return StateLayout(request, tuple(sorted(arrays, key=lambda a: (-a.bytes_, a.name))), found["hosts"])
 

@@ -15,6 +15,7 @@ from typing import Self
 from slicewise.errors import ExitCode, UserError
 from slicewise.launch.job_folder import PIECE_BYTES, JobFolder, JobSpec
 from slicewise.launch.storage import StorageError
+from slicewise.temporary import temporary_folder
 
 COPY_INTERVAL_S = 5.0  # so much of a log is lost at most with its machine
 MAX_CODE_BYTES = 256 * 1024**2  # packed
@@ -35,7 +36,7 @@ class WorkerFiles:
     def __enter__(self) -> Self:
         """Raises UserError when the code or the disk is not as it must be."""
         with contextlib.ExitStack() as undo, _environment():
-            own = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="slicewise-job-")))
+            own = undo.enter_context(temporary_folder("slicewise-job-"))
             (own / "config.toml").write_text(self._spec.config, encoding="utf-8")
             self._on_disk = "://" not in self._job.root
             root = Path(self._job.folder.root) if self._on_disk else own

@@ -80,11 +80,15 @@ def test_workers_have_addresses_of_their_own_and_cables_that_can_be_pulled(tmp_p
         reach = (
             f"timeout 0.5 bash -c '</dev/tcp/{workers[0].host}/22' 2>/dev/null && echo reached || echo cut"
         )
-        assert ssh(workers[1], reach) == "reached\n"
+        until(lambda: ssh(workers[1], reach) == "reached\n")
         local.control(state, "inject", fault="partition", node="n-0")
         assert ssh(workers[1], reach) == "cut\n"  # not only from outside: workers cannot talk either
-        with pytest.raises(OSError, match="timed out|No route"):
-            socket.create_connection((workers[0].host, 22), timeout=0.3)
+        address = (workers[0].host, 22)
+        with (
+            pytest.raises(OSError, match="timed out|No route"),
+            socket.create_connection(address, timeout=0.3),
+        ):
+            pass
         local.control(state, "inject", fault="heal", node="n-0")
         until(lambda: ssh(workers[1], reach) == "reached\n")
 

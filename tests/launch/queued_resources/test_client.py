@@ -130,12 +130,22 @@ def test_all_pages_are_read(client, make, monkeypatch):
 
 
 def test_slices_that_are_being_replaced_are_waited_for(client, make, control):
-    name = make(count=2)
-    control("inject", fault="fail", node=f"{name}-0", hold_s=3)
-    with pytest.raises(UserError, match=r"1 of 2 slices are READY \(READY,REPAIRING\)"):
-        qr.workers_of_client(client, name)
+    name = make("v6e-8", 2)
     seen = []
-    nodes = qr.wait_until_ready(client, name, timeout_s=60, report=lambda p: seen.append(p.state))
+
+    def report(progress):
+        seen.append(progress.state)
+        if "REPAIRING" in progress.state:
+            control("capacity", family="v6e", chips=16)
+
+    control("capacity", family="v6e", chips=8)  # no replacement until it has been seen that one is missing
+    try:
+        control("inject", fault="fail", node=f"{name}-0")
+        with pytest.raises(UserError, match=r"1 of 2 slices are READY \(READY,REPAIRING\)"):
+            qr.workers_of_client(client, name)
+        nodes = qr.wait_until_ready(client, name, timeout_s=60, report=report)
+    finally:
+        control("capacity", family="v6e", chips=16)
     assert {n.state.name for n in nodes} == {"READY"}
     assert "ACTIVE, 1 of 2 slices REPAIRING" in seen
     assert seen.count("ACTIVE") == 1

@@ -232,9 +232,9 @@ def test_a_dropped_link_ends_the_worker_there_and_names_it_here_and_runs_nothing
     gone(target, target.pids())
     for pid in served if number == signal.SIGSTOP else ():
         os.kill(pid, signal.SIGKILL)
-    assert code == ExitCode.UNAVAILABLE
-    assert "first failure: slice 1 worker 0 (127.0.0.1) was lost: " in text
-    assert "stopped as a consequence: slice 0 workers 0, 1, slice 1 worker 1" in text
+    assert code == ExitCode.UNAVAILABLE, text
+    assert "first failure: slice 1 worker 0 (127.0.0.1) was lost: " in text, text
+    assert "stopped as a consequence: slice 0 workers 0, 1, slice 1 worker 1" in text, text
     counts = list(target.folder.glob("home*/.slicewise/trees/*/count"))
     assert [path.read_text() for path in counts] == ["x\n"] * 4
 

@@ -127,6 +127,16 @@ def emulator_environment(environment):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = before
 
 
+@contextlib.contextmanager
+def few_chips(cloud, number):
+    """Jobs that want more than so many chips wait, and what they lose is not replaced, for as long."""
+    emulator.control(cloud.state, "capacity", family="v5litepod", chips=number)
+    try:
+        yield
+    finally:
+        emulator.control(cloud.state, "capacity", family="v5litepod", chips=64)
+
+
 def eventually(condition, why=lambda: "", timeout_s=240.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
@@ -146,7 +156,6 @@ def checkpoint_is_there(cloud, name):
 
 
 def test_training_goes_on_by_itself_and_exactly_when_a_slice_is_preempted(cloud):
-    hold_s = 2.0
     cloud.submit("calm")
     eventually(lambda: cloud.job("calm").progress(1), lambda: cloud.supervisor_log("calm"))
     undisturbed_s = time.time() - cloud.job("calm").current().started
@@ -156,8 +165,12 @@ def test_training_goes_on_by_itself_and_exactly_when_a_slice_is_preempted(cloud)
 
     cloud.submit("torn", "--spot", "--max-failures", "0")
     eventually(lambda: checkpoint_is_there(cloud, "torn"), lambda: cloud.supervisor_log("torn"))
-    emulator.control(cloud.state, "inject", fault="preempt", node="torn-1", hold_s=hold_s)
-    capacity_back_s = time.monotonic() + hold_s
+    with few_chips(cloud, 1):
+        emulator.control(cloud.state, "inject", fault="preempt", node="torn-1")
+        eventually(
+            lambda: "slice torn-1 lost" in cloud.supervisor_log("torn"), lambda: cloud.supervisor_log("torn")
+        )
+    capacity_back_s = time.monotonic()
     job = cloud.job("torn")
     eventually(lambda: (current := job.current()) and current.attempt == 2 and job.progress(2))
     training_again_s = time.monotonic() - capacity_back_s
@@ -178,8 +191,7 @@ def test_training_goes_on_by_itself_and_exactly_when_a_slice_is_preempted(cloud)
 
 
 def test_a_job_that_waits_for_slices_can_be_cancelled_and_leaves_none(cloud):
-    emulator.control(cloud.state, "capacity", family="v5litepod", chips=0)
-    try:
+    with few_chips(cloud, 0):
         cloud.submit("queued")
         eventually(lambda: "WAITING_FOR_RESOURCES" in str(cloud.queued_resources()))
         assert cloud.status("queued")["state"] == "waiting"
@@ -187,21 +199,16 @@ def test_a_job_that_waits_for_slices_can_be_cancelled_and_leaves_none(cloud):
         assert ended(cloud, "queued").state == "cancelled"
         eventually(lambda: not cloud.queued_resources(), lambda: cloud.queued_resources())
         assert "is cancelled already" in cloud.slicewise("job", "cancel", "queued", code=ExitCode.CONFLICT)
-    finally:
-        emulator.control(cloud.state, "capacity", family="v5litepod", chips=64)
 
 
 def test_a_second_job_in_the_same_run_is_refused_while_the_first_goes_on(cloud):
-    emulator.control(cloud.state, "capacity", family="v5litepod", chips=0)
-    try:
+    with few_chips(cloud, 0):
         cloud.submit("twice")
         more = ("--target", "queued-resource", "--type", "v5litepod-1", "--slices", 2, "--name", "other")
         said = cloud.slicewise("job", "submit", "run.toml", "run_name=twice", *more, code=ExitCode.CONFLICT)
         assert "job 'twice' goes on in" in said
         cloud.slicewise("job", "cancel", "twice")
         assert ended(cloud, "twice").state == "cancelled"
-    finally:
-        emulator.control(cloud.state, "capacity", family="v5litepod", chips=64)
 
 
 def test_what_the_api_refuses_is_said_at_once_with_its_exit_code(cloud):
@@ -330,14 +337,15 @@ def test_an_elastic_job_goes_on_without_a_preempted_slice_until_its_replacement_
             time.sleep(0.1)
             if os.path.exists({str(lost)!r}):
                 os._exit(1)  # as a trainer does whose peers are gone
-        time.sleep(60 if slices == "1" else 0)
+        time.sleep(600 if slices == "1" else 0)
     """
     watch = Watch(replacement_wait_s=0.5, failure_grace_s=0.5)
     job = Supervised(cloud, "shrinks", body, elastic_sizes=(1,), watch=watch, budgets=Budgets(failures=0))
     job.until_started()
-    emulator.control(cloud.state, "inject", fault="preempt", node="shrinks-1", hold_s=30.0)
-    lost.touch()
-    eventually(lambda: b"of 1" in job.job.log(2, "s0h0"), lambda: job.lines)
+    with few_chips(cloud, 1):
+        emulator.control(cloud.state, "inject", fault="preempt", node="shrinks-1")
+        lost.touch()
+        eventually(lambda: b"of 1" in job.job.log(2, "s0h0"), lambda: job.lines)
     result = job.ended()
     assert (result.state, result.attempt) == ("done", 3), job.lines
     assert job.job.log(3, "s0h0").count(b"of 2") == job.job.log(3, "s1h0").count(b"of 2") == 1

@@ -73,15 +73,19 @@ class Course:
         self._lines(member, member.ended_there_s or 0.0, member.output.feed(b""))
         if member.lines_after_traceback > MAX_TRACEBACK_LINES:  # handled long ago
             member.traceback_there_s = None
-        if self._told_s is not None and member.state == State.FAILED and member.first_sign_s >= self._told_s:
+        if member.state == State.FAILED and self._may_follow(member, member.first_sign_s):
             # what ends at our word is not to blame, and one that saved its state did what it was asked to
             member.state = State.DONE if member.code == ExitCode.PREEMPTED else State.STOPPED
         elif member.state in (State.FAILED, State.LOST):
             ended_s = (member.ended_there_s or 0.0) - member.clock.ahead_s
-            member.stopped = self._told_s is not None and ended_s >= self._told_s
+            member.stopped = self._may_follow(member, ended_s)
             if not member.error:
                 self._failing(member, f"{member.name} {member.ending}")
         self._changed.set()
+
+    def _may_follow(self, member: Member, seen_s: float) -> bool:
+        """Whether what happened then may come of what we told it: where answers are slow, its clock is a guess."""
+        return self._told_s is not None and seen_s >= self._told_s - member.clock.error_s
 
     def _failing(self, member: Member, line: str) -> None:
         if len(failures(self._fleet.members)) <= 1 or member.index == 0:

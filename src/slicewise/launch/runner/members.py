@@ -40,6 +40,11 @@ class Clock:
             self.round_trip_s = received_s - sent_s
             self.ahead_s = there_s - (sent_s + received_s) / 2
 
+    @property
+    def error_s(self) -> float:
+        """How far ``ahead_s`` may be off."""
+        return self.round_trip_s / 2
+
 
 @dataclass(eq=False)
 class Member:
@@ -82,6 +87,8 @@ class Member:
     @property
     def first_sign_s(self) -> float:
         """When it began to fail, by our clock: its error, its last traceback, its end, or the lost link.
+
+        Right to ``clock.error_s``.
 
         A Python process that raised may hang for minutes in a barrier before it ends; others abort meanwhile.
         """
