@@ -115,8 +115,9 @@ def search(
     if found.best is None:
         return ExitCode.USER
     if arguments.write:
-        best, note = found.best, f"Found by the compiler: {found.best.name}."
-        print(write_found(arguments.write, loaded, best.changed, best.name, note), file=beside(arguments))
+        name, changed = found.best.name, found.best.changed
+        said = write_found(arguments.write, loaded, changed, name, f"Found by the compiler: {name}.")
+        print(said, file=beside(arguments))
     return ExitCode.DONE
 
 
