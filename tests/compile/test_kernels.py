@@ -1,6 +1,9 @@
 """What the compiler's listing of a kernel says, and what a call then takes; one kernel is really compiled."""
 
 import importlib.util
+import os
+import signal
+import types
 
 import pytest
 from hypothesis import given
@@ -8,7 +11,8 @@ from hypothesis import strategies as st
 
 from slicewise.compile import bundles, kernels
 from slicewise.compile.bundles import Region
-from slicewise.errors import UserError
+from slicewise.compile.compiler import CompileFailed
+from slicewise.errors import ExitCode, UserError
 from slicewise.kernels.attention import tiles
 from slicewise.kernels.grouped_matmul import tiles as matmul_tiles
 
@@ -126,6 +130,69 @@ def test_a_matrix_that_is_summed_in_one_step_is_fetched_once_for_its_group():
 def test_a_chip_without_a_compiler_is_refused():
     with pytest.raises(UserError, match="no compiler here makes programs for h100"):
         kernels.KernelCompiler("h100")
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """One whose process is a shell script; with the means to compile one kernel."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    key = matmul_tiles.key("gmm", "v6e", 4096, 1024, 1024, 4, "bfloat16", 0)
+
+    def with_script(script):
+        path = tmp_path / "compiler"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(kernels, "sys", types.SimpleNamespace(executable=str(path)))
+        made = kernels.KernelCompiler("v6e")
+
+        def compile(rows=512, timeout_s=30.0):
+            values = {"rows": rows, "summed": 1024, "columns": 1024}
+            return made.compile(key, values, "", timeout_s=timeout_s)
+
+        return made, compile
+
+    return with_script
+
+
+HARMLESS = "echo 'Failed to find host bounds for accelerator type: x' >&2"
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (f"{HARMLESS}; read l; kill -9 $$", "(SIGKILL, as where the machine has no memory left)."),
+        (f"{HARMLESS}; kill -9 $$", "(SIGKILL, as where the machine has no memory left)."),
+        (f"echo 'F1130 Check failed: a' >&2; {HARMLESS}; kill -6 $$", "(SIGABRT: F1130 Check failed: a)."),
+        ("read l; printf '{'; kill -15 $$", "(SIGTERM)."),
+        ("echo ModuleNotFoundError >&2; exit 1", "(exit code 1: ModuleNotFoundError)."),
+        ("exit 3", "(exit code 3: it printed nothing)."),
+    ],
+)
+def test_how_a_compiler_ended_is_said_and_no_harmless_line_of_its_log(compiler, script, said):
+    made, compile = compiler(script)
+    with made, pytest.raises(CompileFailed) as failed:
+        compile()
+    assert str(failed.value) == f"the compiler crashed on a kernel {said}"
+    assert failed.value.code == ExitCode.INTERNAL
+
+
+def test_a_compiler_that_takes_too_long_is_ended(compiler):
+    made, compile = compiler("exec sleep 60")
+    with made, pytest.raises(CompileFailed, match="a kernel took longer than 0 s to compile"):
+        compile(timeout_s=0.05)
+    assert made.process is None
+
+
+def test_a_compiler_that_was_killed_between_kernels_is_started_again(compiler):
+    made, compile = compiler('while read l; do echo \'{"error": "vmem: too much"}\'; done')
+    with made:
+        assert compile(512).problem == "exceeds VMEM: vmem: too much"
+        first = made.process
+        os.kill(first.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+        assert compile(256).problem == "exceeds VMEM: vmem: too much"
+        assert made.process is not first
+    assert not made.folder.exists()
 
 
 @pytest.mark.aot

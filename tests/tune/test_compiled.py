@@ -9,12 +9,13 @@ from slicewise.compile.bundles import Region
 from slicewise.compile.compiler import CompileFailed
 from slicewise.compile.kernels import Compiled as OfKernel
 from slicewise.config import load_config
+from slicewise.errors import ExitCode
 from slicewise.kernels.grouped_matmul import tiles
 from slicewise.tune import compiled
 from slicewise.tune.compiled import Compiled
 from slicewise.tune.kept import Kept
 from slicewise.tune.problems import Problem
-from slicewise.tune.search import OutOfTime
+from slicewise.tune.search import Accident, OutOfTime
 
 REGIONS = Region(2000, (Region(1200, ()), Region(300, ())))
 REFUSAL = (
@@ -74,16 +75,38 @@ def test_a_compile_is_stopped_when_the_time_is_over_and_says_nothing_of_its_tile
         def compile(self, key, values, part, *, timeout_s):
             assert timeout_s <= left_s
             time.sleep(min(timeout_s, 0.1))
-            raise CompileFailed("a kernel took longer than that to compile")
+            raise CompileFailed("a kernel took longer than that to compile", code=ExitCode.INTERNAL)
 
     judge = Compiled(slices.cluster("v6e:2x2", 1), Slow(), kept)
     if left_s < 1:
         with pytest.raises(OutOfTime):
             judge.kernel(problem, values, time.monotonic() + left_s)
-        assert kept.get(problem, values) is None
-    else:  # of its own accord, and so it would again
-        assert judge.kernel(problem, values, time.monotonic() + left_s)[0] is None
-        assert kept.get(problem, values) is not None
+    else:
+        with pytest.raises(Accident, match="a kernel took longer than that"):
+            judge.kernel(problem, values, time.monotonic() + left_s)
+    assert kept.get(problem, values) is Kept("compiled").get(problem, values) is None
+
+
+def test_a_refusal_of_the_compiler_is_kept_and_a_crash_is_not():
+    key = tiles.key("gmm", "v6e", 65536, 8192, 16384, 8, "bfloat16", 0)
+    values = {"rows": 512, "summed": 512, "columns": 1024}
+    problem, answers = Problem(key, "", tiles.NAMES, (values,)), []
+
+    class Answering:
+        def compile(self, key, values, part, *, timeout_s):
+            answer = answers.pop()
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    judge = Compiled(slices.cluster("v6e:2x2", 1), Answering(), Kept("compiled"))
+    until_s = time.monotonic() + 60
+    answers.append(CompileFailed("the compiler crashed on a kernel (SIGKILL).", code=ExitCode.INTERNAL))
+    with pytest.raises(Accident, match="SIGKILL"):
+        judge.kernel(problem, values, until_s)
+    answers.append(OfKernel(None, REFUSAL))
+    assert judge.kernel(problem, values, until_s) == (None, REFUSAL)  # it was asked again
+    assert Kept("compiled").get(problem, values) == (None, REFUSAL)
 
 
 @pytest.mark.parametrize("left_s", [0.05, 60.0])
@@ -93,7 +116,7 @@ def test_the_log_of_a_step_stays_only_where_its_message_is_shown(left_s, tmp_pat
 
     def compile_request(request, *, timeout_s):
         time.sleep(min(timeout_s, 0.1))
-        stopped = CompileFailed("the compiler was stopped")
+        stopped = CompileFailed("the compiler was stopped", code=ExitCode.INTERNAL)
         stopped.left = folder
         raise stopped
 
@@ -104,5 +127,6 @@ def test_the_log_of_a_step_stays_only_where_its_message_is_shown(left_s, tmp_pat
         with pytest.raises(OutOfTime):
             judge.step(config, until_s)
     else:
-        assert judge.step(config, until_s)[0] is None
+        with pytest.raises(Accident, match="the compiler was stopped"):
+            judge.step(config, until_s)
     assert folder.exists() == (left_s > 1)

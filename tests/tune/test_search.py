@@ -12,7 +12,7 @@ from slicewise.kernels.tuned import Key
 from slicewise.tune import problems
 from slicewise.tune.kept import Kept
 from slicewise.tune.problems import Device, Problem
-from slicewise.tune.search import OutOfTime, Search
+from slicewise.tune.search import Accident, OutOfTime, Search
 
 KEY = Key(kernel="xla_chunked", chip="cpu", shape={"tokens": 1024}, dtype="float32")
 
@@ -34,6 +34,8 @@ class Known:
     def kernel(self, problem, values, until_s):
         self.asked.append(values[problem.varying[0]])
         found = self.blocks[values[problem.varying[0]]]
+        if isinstance(found, Exception):
+            raise found
         return (None, found) if isinstance(found, str) else (found, "")
 
     def least_s(self, problem, values):
@@ -42,6 +44,10 @@ class Known:
     def step(self, config, until_s):
         self.asked.append(config)
         seconds = self._step(config)
+        if isinstance(seconds, Exception):
+            raise seconds
+        if isinstance(seconds, str):
+            return None, seconds, ""
         return (None, "does not fit", "") if seconds is None else (seconds, "", "")
 
     def is_over(self, is_over):
@@ -81,6 +87,55 @@ def test_where_nothing_compiles_nothing_is_kept():
     judge = Known({512: "no", 128: "no"})
     assert not Search(judge, 60).run(load_config(None).config, [of_blocks(512, 128)], [], []).entries
     assert tuned.find(KEY, ("block",)) is None
+
+
+KILLED = Accident("the compiler crashed (signal 9)")
+
+
+def test_a_setting_that_was_not_judged_is_passed_over():
+    judge = Known({512: 2.0, 128: KILLED, 256: 1.0})
+    found = Search(judge, 60).run(load_config(None).config, [of_blocks(512, 128, 256)], [], [])
+    assert [t.is_accident for t in found.trials] == [False, True, False]
+    assert tuned.find(KEY, ("block",)) == {"block": 256}
+    assert found.failure is None
+
+
+def test_without_the_time_of_the_rule_no_setting_of_a_kernel_counts_as_better():
+    judge = Known({512: KILLED, 128: 3.0})
+    found = Search(judge, 60).run(load_config(None).config, [of_blocks(512, 128)], [], [])
+    assert (judge.asked, found.entries, found.skipped) == ([512], (), 0)
+    said, is_accident = found.failure
+    assert is_accident
+    assert said.endswith("512: the compiler crashed (signal 9)")
+
+
+def test_that_nothing_compiles_is_a_failure_which_is_no_accident():
+    found = Search(Known({512: "no", 128: "no"}), 60).run(
+        load_config(None).config, [of_blocks(512, 128)], [], []
+    )
+    said, is_accident = found.failure
+    assert said.startswith("no setting can be had of 2 that were tried; xla_chunked")
+    assert not is_accident
+
+
+@pytest.mark.parametrize("why", [KILLED, "the compiler refuses this program"])
+def test_where_the_step_as_it_is_was_not_judged_no_other_wins(why):
+    judge = Known(step=lambda c: 1.0 if c.model.remat_policy == "full" else why)
+    config = load_config(None, ["remat_policy=minimal"]).config
+    found = Search(judge, 60).run(config, [], [("with a", ("native-bf16",))], [{"remat_policy": "full"}])
+    assert (len(judge.asked), found.overrides, found.step_s, found.skipped) == (1, (), None, 0)
+    said, is_accident = found.failure
+    assert said == f"the step as it is was not judged, so no other is compared with it: {why}"
+    assert is_accident == (why is KILLED)
+
+
+def test_what_fits_wins_over_a_step_that_does_not():
+    judge = Known(step=lambda c: 1.0 if c.model.remat_policy == "full" else None)
+    config = load_config(None, ["remat_policy=minimal"]).config
+    found = Search(judge, 60).run(
+        config, [], [], [{"remat_policy": "save_out_proj"}, {"remat_policy": "full"}]
+    )
+    assert (found.overrides, found.step_s, found.failure) == (("remat_policy=full",), (None, 1.0), None)
 
 
 def test_both_passes_of_a_kernel_become_one_entry():
@@ -128,6 +183,9 @@ def test_an_interrupted_search_goes_on_where_it_was():
     assert again.get(problem, {"block": 512}) == (0.25, "")
     assert again.get(problem, {"block": 128}) == (None, "no")
     assert Kept("compiled").get(problem, {"block": 512}) is None
+    kept.put_step(["a config", {"jax": "1"}], 2.0, "")
+    assert Kept("measured").get_step(["a config", {"jax": "1"}]) == (2.0, "")
+    assert Kept("measured").get_step(["a config", {"jax": "2"}]) is None
     again.path.write_text("{")
     assert Kept("measured").get(problem, {"block": 512}) is None
 

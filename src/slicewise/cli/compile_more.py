@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from slicewise.compile.check import Stored
     from slicewise.compile.compiler import Request
     from slicewise.compile.fix import Fix
-    from slicewise.compile.search import Trial
     from slicewise.config import LoadedConfig, RunConfig
     from slicewise.plan.run_config import Value
 
@@ -115,22 +115,27 @@ def search(
     if found.best is None:
         return ExitCode.USER
     if arguments.write:
-        print(_write(arguments.write, loaded, found.best), file=_beside(arguments))
+        name, changed = found.best.name, found.best.changed
+        said = write_found(arguments.write, loaded, changed, name, f"Found by the compiler: {name}.")
+        print(said, file=beside(arguments))
     return ExitCode.DONE
 
 
-def _beside(arguments: argparse.Namespace) -> TextIO:
+def beside(arguments: argparse.Namespace) -> TextIO:
     """Where a line goes that is no part of the report: standard output holds JSON alone."""
     return sys.stderr if arguments.json else sys.stdout
 
 
-def _write(path: str, loaded: "LoadedConfig", best: "Trial") -> str:
-    """A new file holds the config that was given, with the layout; one that exists takes the layout alone."""
+def write_found(
+    path: str, loaded: "LoadedConfig", changed: "Mapping[str, Value]", name: str, note: str
+) -> str:
+    """A new file holds the config that was given, with what was found, and begins with ``note``; one that exists takes
+    what was found alone. Returns a line that says so, with the ``name`` of what was found."""
     from slicewise.plan.write import write_config
 
-    values = best.changed if Path(path).exists() else given_values(loaded) | dict(best.changed)
-    written = write_config(path, values, note=f"Found by the compiler: {best.name}.")
-    return f"{path}: {best.name}{written.note}"
+    values = changed if Path(path).exists() else given_values(loaded) | dict(changed)
+    written = write_config(path, values, note=note)
+    return f"{path}: {name}{written.note}"
 
 
 def given_values(loaded: "LoadedConfig") -> "dict[str, Value]":
@@ -173,7 +178,7 @@ def fix(
         raise UserError("no single change makes it fit; take more chips, a larger slice or a smaller batch.")
     took, planned = duration(found.step.estimate.step_time_s), duration(found.planned_s)
     said = f"{trials.memory(found.step)}, {took} a step (the plan said {planned})."
-    print(f"\n{' '.join(found.overrides)} makes it fit: {said}", file=_beside(arguments))
+    print(f"\n{' '.join(found.overrides)} makes it fit: {said}", file=beside(arguments))
     return ExitCode.DONE
 
 
@@ -194,9 +199,9 @@ def check(arguments: argparse.Namespace, step: "CompiledStep", before: "Stored |
         return ExitCode.USER
     if before is None:
         write(arguments.check, step)
-        print(f"check: {arguments.check} holds this result from now on.", file=_beside(arguments))
+        print(f"check: {arguments.check} holds this result from now on.", file=beside(arguments))
     else:
-        print(f"check: as good as {arguments.check}.", file=_beside(arguments))
+        print(f"check: as good as {arguments.check}.", file=beside(arguments))
     return ExitCode.DONE
 
 

@@ -173,11 +173,10 @@ def _list(arguments: argparse.Namespace) -> None:
     if not rows:
         print("no job was submitted from this machine", file=sys.stderr)
         return
-    from rich.table import Table
-
     from slicewise.report.console import console
+    from slicewise.report.tables import Plain
 
-    table = Table("job", "target", "state", "attempt", "step", "submitted", box=None)
+    table = Plain("job", "target", "state", "attempt", "step", "submitted", box=None)
     for row in rows:
         table.add_row(row.record.name, row.record.target, row.state, str(row.attempt or ""), _step(row),
                       _ago(time.time() - row.record.submitted))  # fmt: skip

@@ -149,7 +149,9 @@ class _Waiting:
 
     def __call__(self, progress: "Progress") -> None:
         if self._status:
-            self._status.update(str(progress))
+            from rich.markup import escape
+
+            self._status.update(escape(str(progress)))
         elif progress.state != self._shown:
             print(progress, file=sys.stderr)
         self._shown = progress.state

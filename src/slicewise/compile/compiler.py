@@ -104,7 +104,7 @@ class Request:
             self.serialize,
         ]
         # Settings of kernels that the user tuned for this chip decide as the package's sources do.
-        parts += [_versions(), _source_digest(), tuned.digest(self.cluster.chip.name)]
+        parts += [versions(), source_digest(), tuned.digest(self.cluster.chip.name)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -255,12 +255,14 @@ def cache_directory() -> Path:
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages that decide a program, as installed here."""
     return {name: version(name) for name in PACKAGES if importlib.util.find_spec(name)}
 
 
 @functools.cache
-def _source_digest() -> str:
+def source_digest() -> str:
+    """Of the sources here that decide a program."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     paths = [Path(__file__).with_name(name) for name in COMPILING] + [root / "costs" / name for name in RULES]

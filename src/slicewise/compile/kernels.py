@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import select
 import signal
 import subprocess
@@ -38,6 +39,8 @@ CALLS = {
 ONE_CHIP = {"v5e": "1x1", "v6e": "1x1"}
 LISTING = "final_bundles"
 EXCEEDS = "exceeds VMEM"
+ENDING_S = 5.0  # that a process which closed its output may take to end
+FATAL = re.compile(r"F\d{4} ")  # a line of the compiler's log that it ends with
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class KernelCompiler:
     ) -> Compiled:
         """``key`` at a few tiles' size, once for all keys that are the same at that size.
 
-        Raises CompileFailed where the compiler crashes or takes too long.
+        Raises CompileFailed where the compiler crashes, is killed or takes too long, which says nothing of ``values``.
         """
         request = {
             "key": small(key, values).model_dump(),
@@ -97,10 +100,13 @@ class KernelCompiler:
         return self._compiled[said]
 
     def _compile(self, request: Mapping[str, Any], call: str, timeout_s: float) -> Compiled:
+        if self.process is not None and self.process.poll() is not None:
+            self._stop()  # it was killed while it had nothing to do
         process = self.process or self._start()
         assert process.stdin is not None
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # what became of it, its answer says
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
         try:
             answer = self._answer(process, timeout_s)
             if answer["error"]:
@@ -132,8 +138,11 @@ class KernelCompiler:
         assert process.stdout is not None
         ready, _, _ = select.select([process.stdout], [], [], timeout_s)
         line = process.stdout.readline() if ready else b""
-        if line:
+        if line.endswith(b"\n"):
             return json.loads(line)
+        if ready:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S)  # before _stop ends it in a way of its own
         self._stop()
         if not ready:
             raise CompileFailed(
@@ -141,7 +150,7 @@ class KernelCompiler:
             )
         log = (self.folder / "log").read_text(errors="replace").strip().splitlines()
         raise CompileFailed(
-            f"the compiler crashed on a kernel: {log[-1] if log else 'no log'}", code=ExitCode.INTERNAL
+            f"the compiler crashed on a kernel ({_ending(process.returncode, log)}).", code=ExitCode.INTERNAL
         )
 
     def _stop(self) -> None:
@@ -152,7 +161,8 @@ class KernelCompiler:
             os.killpg(process.pid, signal.SIGKILL)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # of a request that nobody reads
+                    pipe.close()
         process.wait()
 
     def _regions(self, call: str) -> bundles.Region:
@@ -168,6 +178,19 @@ class KernelCompiler:
             raise CompileFailed(f"the compiler left no listing of {call}.", code=ExitCode.INTERNAL)
         largest = max(listings, key=lambda p: p.stat().st_size)
         return bundles.parse(largest.read_text(errors="replace"))
+
+
+def _ending(code: int, log: list[str]) -> str:
+    """By which signal, and what the compiler said that it died of; of a program that ended by itself the last line.
+
+    Other lines of a log, harmless ones, say nothing of a signal that came from without.
+    """
+    if code >= 0:
+        return f"exit code {code}: {log[-1] if log else 'it printed nothing'}"
+    fatal = next((line for line in log if FATAL.match(line)), "")
+    name = signal.Signals(-code).name
+    memory = ", as where the machine has no memory left" if name == "SIGKILL" else ""
+    return f"{name}{memory}{fatal and ': '}{fatal}"
 
 
 def _said(error: str) -> str:

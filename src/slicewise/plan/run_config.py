@@ -21,7 +21,7 @@ from slicewise.errors import UserError
 from slicewise.plan.check import check_layout, check_recipe
 from slicewise.plan.search import DEFAULT_RECIPE, Candidate, Workload
 
-Value = str | int | float | Mapping[str, str]
+Value = str | int | float | list[str] | Mapping[str, str]
 MOMENTS = {
     "adamw": 2,
     "lion": 1,

@@ -1,11 +1,12 @@
 """Records as text for a terminal: a table for what is compared, lines for what is explained."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from slicewise.costs.units import count, duration, quantity
 from slicewise.report.console import say
@@ -16,9 +17,16 @@ if TYPE_CHECKING:
     from slicewise.plan.sharded_matmul import ShardedMatmul
 
 
+class Plain(Table):
+    """Shows each cell as it is: no brackets are taken for markup, such as those of 'slicewise[compile]'."""
+
+    def add_row(self, *cells: RenderableType | None, **how: Any) -> None:
+        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **how)
+
+
 def table(*columns: str, words: int = 1) -> Table:
     """A plain table; the first ``words`` columns hold words, the others numbers."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    made = Plain(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for k, column in enumerate(columns):
         made.add_column(column, justify="left" if k < words else "right", no_wrap=k >= words)
     return made

@@ -29,7 +29,12 @@ def memory(step: "CompiledStep") -> str:
 @contextlib.contextmanager
 def progress(out: Console) -> Iterator[Callable[[int, int, "Trial"], None]]:
     """A bar of trials done, with the last one's name."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=out, transient=True) as bar:
         task = bar.add_task("compiling", total=None)
 

@@ -15,7 +15,7 @@ from slicewise.kernels.grouped_matmul import tiles as matmul_tiles
 from slicewise.kernels.tuned import Judge
 from slicewise.tune.kept import Kept
 from slicewise.tune.problems import Problem
-from slicewise.tune.search import OutOfTime
+from slicewise.tune.search import DOES_NOT_FIT, Accident, OutOfTime
 
 LONGEST_S = 600.0  # that one kernel may compile
 LIMIT = re.compile(r"limit ([\d.]+)M")  # of VMEM, in the compiler's refusal
@@ -38,11 +38,14 @@ def _left_s(until_s: float) -> float:
     return max(until_s - time.monotonic(), 0.0)
 
 
-def _check_time(until_s: float, why: UserError) -> None:
-    """Raises OutOfTime where a compile was most likely stopped for the time, which says nothing of the setting."""
+def _check_refusal(until_s: float, why: UserError) -> None:
+    """Raises what says nothing of the setting: OutOfTime where a compile was most likely stopped for the time, and
+    Accident where the compiler crashed, was killed or took too long."""
     if isinstance(why, CompileFailed) and time.monotonic() >= until_s:
         why.forget()
         raise OutOfTime from why
+    if why.code != ExitCode.USER:
+        raise Accident(str(why).splitlines()[0]) from why
 
 
 class Compiled:
@@ -75,7 +78,7 @@ class Compiled:
                 problem.key, values, problem.part, timeout_s=min(LONGEST_S, _left_s(until_s))
             )
         except CompileFailed as e:
-            _check_time(until_s, e)
+            _check_refusal(until_s, e)
             return None, str(e)
         if found.regions is None:
             return None, found.problem
@@ -87,11 +90,11 @@ class Compiled:
         except UserError as e:
             if e.code != ExitCode.USER and not isinstance(e, CompileFailed):
                 raise  # this machine's fault, and so every setting's
-            _check_time(until_s, e)
+            _check_refusal(until_s, e)
             return None, str(e).splitlines()[0], ""
         memory = f"{step.memory.total_bytes / 2**30:.1f} of {step.memory.limit_bytes / 2**30:.1f} GiB"
         if not step.fits:
-            return None, "does not fit", memory
+            return None, DOES_NOT_FIT, memory
         return step.estimate.step_time_s, "", memory
 
     def is_over(self, is_over: bool) -> bool:

@@ -13,6 +13,8 @@ from slicewise.kernels.tuned import Entry, Judge
 from slicewise.tune.problems import Problem
 
 GAIN = 0.005  # by which a step must be shorter for a change of flags or remat to stay: less is noise
+DOES_NOT_FIT = "does not fit"
+AS_IT_IS = "as it is"
 
 
 @dataclass(frozen=True)
@@ -24,18 +26,45 @@ class Trial:
     seconds: float | None
     problem: str = ""
     note: str = ""  # such as the memory that a step takes
+    is_accident: bool = False  # the problem says nothing of the setting: the next time it may go well
+
+    @property
+    def is_of_step(self) -> bool:
+        return self.of in (AS_IT_IS, "remat policy", "compiler flags")
+
+    @property
+    def does_not_fit(self) -> bool:
+        return self.problem == DOES_NOT_FIT
+
+    @property
+    def name(self) -> str:
+        return " ".join(filter(None, (self.of, self.setting)))
 
 
 @dataclass(frozen=True)
 class Outcome:
     """``entries`` are what was put into your table, ``overrides`` what a config should change, ``skipped`` what was
-    left when time was up."""
+    left when time was up. ``step_s`` is that of the config as it is, None where it does not fit, and with the
+    overrides."""
 
     trials: tuple[Trial, ...]
     entries: tuple[Entry, ...]
     overrides: tuple[str, ...]
-    step_s: tuple[float, float] | None  # as the config is, and with the overrides
+    step_s: tuple[float | None, float] | None
     skipped: int
+
+    @property
+    def failure(self) -> tuple[str, bool] | None:
+        """Why the search says nothing, and whether by an accident: the step as it is was not judged, or nothing was."""
+        first = next((t for t in self.trials if t.of == AS_IT_IS), None)
+        if first is not None and first.seconds is None and not first.does_not_fit:
+            said = f"the step as it is was not judged, so no other is compared with it: {first.problem}"
+            return said, first.is_accident
+        if not self.trials or any(t.seconds is not None for t in self.trials):
+            return None
+        shown = next((t for t in self.trials if t.is_accident), self.trials[0])
+        said = f"no setting can be had of {len(self.trials)} that were tried"
+        return f"{said}; {shown.name}: {shown.problem}", shown.is_accident
 
 
 class Judged(Protocol):
@@ -45,13 +74,14 @@ class Judged(Protocol):
     def name(self) -> Judge: ...
 
     def kernel(self, problem: Problem, values: Mapping[str, int], until_s: float) -> tuple[float | None, str]:
-        """(seconds, '') of one call, or (None, why it cannot be)."""
+        """(seconds, '') of one call, or (None, why it cannot be). Raises Accident."""
 
     def least_s(self, problem: Problem, values: Mapping[str, int]) -> float:
         """What ``kernel`` cannot be below, known without trying; 0 where nothing is known."""
 
     def step(self, config: RunConfig, until_s: float) -> tuple[float | None, str, str]:
-        """(seconds, '', note) of a training step, or (None, why it cannot be, note)."""
+        """(seconds, '', note) of a training step, or (None, why it cannot be, note): DOES_NOT_FIT where it is the
+        memory. Raises Accident."""
 
     def is_over(self, is_over: bool) -> bool:
         """Whether the search ends, which all processes of a job must agree on."""
@@ -59,6 +89,10 @@ class Judged(Protocol):
 
 class OutOfTime(Exception):
     """The time that a search was given is over."""
+
+
+class Accident(Exception):
+    """A setting was not judged, for a reason that is not its own: a compiler that was killed, say."""
 
 
 Progress = Callable[[int, int, str], None]
@@ -86,7 +120,7 @@ class Search:
         steps = len(flags) + len(remat)
         self.total = sum(len(p.candidates) for p in found) + (steps + 1 if steps else 0)
         overrides: tuple[str, ...] = ()
-        times: tuple[float, float] | None = None
+        times: tuple[float | None, float] | None = None
         try:
             for problem in found:
                 self._kernel(problem)
@@ -117,17 +151,25 @@ class Search:
         first, then the most promising; what cannot be faster than one before it is not tried."""
         tried: list[tuple[Mapping[str, int], float | None]] = []
         first, *others = problem.candidates
+        others.sort(key=lambda v: self.judge.least_s(problem, v))
         try:
-            for values in (first, *sorted(others, key=lambda v: self.judge.least_s(problem, v))):
+            for k, values in enumerate((first, *others)):
                 best_s = min((s for _, s in tried if s is not None), default=math.inf)
                 if self.judge.least_s(problem, values) >= best_s:
                     self.done += 1
                     continue
                 setting = problem.shown(values)
                 self._next(" ".join(filter(None, (problem.key.kernel, problem.part, setting))))
-                seconds, why = self._judged(
-                    functools.partial(self.judge.kernel, problem, values, self.until_s)
-                )
+                try:
+                    seconds, why = self._judged(
+                        functools.partial(self.judge.kernel, problem, values, self.until_s)
+                    )
+                except Accident as e:
+                    self.trials.append(Trial(problem.text, setting, None, str(e), is_accident=True))
+                    if k == 0:  # what the others gain over the rule is not known then
+                        self.done += len(others)
+                        return
+                    continue
                 tried.append((values, seconds))
                 self.trials.append(Trial(problem.text, setting, seconds, why))
         finally:
@@ -161,10 +203,16 @@ class Search:
         config: RunConfig,
         flags: Sequence[tuple[str, tuple[str, ...]]],
         remat: Sequence[Mapping[str, str]],
-    ) -> tuple[tuple[str, ...], tuple[float, float] | None]:
-        """Greedily: each change stays that makes the step shorter, and the next one starts from there."""
+    ) -> tuple[tuple[str, ...], tuple[float | None, float] | None]:
+        """Greedily: each change stays that makes the step shorter, and the next one starts from there.
+
+        Where the step as it is is not judged there is nothing to be shorter than, unless it is that it does not fit.
+        """
         self._next("the step as it is")
-        first_s = best_s = self._step(config, "as it is", "")
+        first_s = best_s = self._step(config, AS_IT_IS, "")
+        if first_s is None and not self.trials[-1].does_not_fit:
+            self.done = self.total
+            return (), None
         changed: dict[str, str] = {}
         asked = config.compiler.compiler_flags
         try:
@@ -187,11 +235,14 @@ class Search:
         except OutOfTime:
             pass
         overrides = tuple(f"{key}={value}" for key, value in changed.items())
-        times = (first_s, best_s) if first_s is not None and best_s is not None else None
-        return overrides, times
+        return overrides, (first_s, best_s) if best_s is not None else None
 
     def _step(self, config: RunConfig, of: str, setting: str) -> float | None:
-        seconds, why, note = self._judged(functools.partial(self.judge.step, config, self.until_s))
+        try:
+            seconds, why, note = self._judged(functools.partial(self.judge.step, config, self.until_s))
+        except Accident as e:
+            self.trials.append(Trial(of, setting, None, str(e), is_accident=True))
+            return None
         self.trials.append(Trial(of, setting, seconds, why, note))
         return seconds
 
