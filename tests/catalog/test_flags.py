@@ -192,7 +192,8 @@ def test_explains(name, line):
 
 
 def test_a_default_is_said_of_the_version_that_is_listed():
-    assert "default in libtpu 0.0.52: -1" in flags.explain("xla_tpu_scoped_vmem_limit_kib", "0.0.50.1")
+    said = "default in libtpu 0.0.52 (installed: 0.0.50.1, which the catalog does not list): -1"
+    assert said in flags.explain("xla_tpu_scoped_vmem_limit_kib", "0.0.50.1")
 
 
 def test_explaining_the_unknown_names_the_nearest():

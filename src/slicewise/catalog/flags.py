@@ -192,7 +192,11 @@ def explain(name: str, version: str | None = None) -> list[str]:
     default = options(version).get(name)
     lines = [name]
     if default is not None:
-        lines.append(f"default in libtpu {_list_for(version)}: {default or 'left to the compiler'}")
+        listed_version = _list_for(version)
+        other = (
+            f" (installed: {version}, which the catalog does not list)" if listed_version != version else ""
+        )
+        lines.append(f"default in libtpu {listed_version}{other}: {default or 'left to the compiler'}")
     if name == SCOPED_VMEM:
         lines.append("set by the key scoped_vmem_limit_kib, which tiles of kernels follow too")
     for group in groups().values():

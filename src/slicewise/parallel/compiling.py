@@ -91,7 +91,7 @@ def mend_cache() -> None:
         except OSError:  # of the disk, not of what is on it
             raise
         except Exception:  # each compression and runtime has its own
-            cache = compilation_cache._get_cache(backend)
+            cache: Any = compilation_cache._get_cache(backend)
             (cache.path / f"{key}-cache").unlink(missing_ok=True)
             return None, None
 
