@@ -98,7 +98,7 @@ def test_several_slices_do_without_what_is_for_one():
             "v6e",
             "may give wrong results.*use sparsecore",
         ),
-        ("xla_tpu_scoped_vmem_limit_kib=1", "v6e", "set only the key"),
+        ("xla_tpu_scoped_vmem_limit_kib=4096", "v6e", "set only the key"),
         ("no-async-all-reduce", "v6e", "is not on by default on v6e; leave it out"),
     ],
 )
@@ -152,6 +152,9 @@ def test_less_vmem_than_a_program_needs_is_refused():
     for limit in (1, flags.LEAST_VMEM_KIB - 1):
         with pytest.raises(UserError, match=f"scoped_vmem_limit_kib = {limit}: expected at least"):
             flags.resolve([], "v6e", limit)
+        with pytest.raises(UserError, match=f"scoped_vmem_limit_kib = {limit}: expected at least"):
+            flags.check_names([f"{flags.SCOPED_VMEM}={limit}"])
+    flags.check_names([f"{flags.SCOPED_VMEM}=-1"])
     assert flags.resolve([], "v6e", flags.LEAST_VMEM_KIB)[flags.SCOPED_VMEM] == flags.LEAST_VMEM_KIB
 
 
@@ -214,4 +217,4 @@ def test_names_are_checked_also_where_there_is_no_tpu(item, message):
     with pytest.raises(UserError) as error:
         flags.check_names([item])
     assert message in str(error.value)
-    flags.check_names(["scheduler", "no-scheduler", "--xla_tpu_scoped_vmem_limit_kib=3"])
+    flags.check_names(["scheduler", "no-scheduler", "--xla_tpu_scoped_vmem_limit_kib=4096"])

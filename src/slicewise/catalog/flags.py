@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from types import MappingProxyType
+from typing import Any
 
 from slicewise.catalog import chips
 from slicewise.catalog.model import Record
@@ -13,7 +14,7 @@ from slicewise.errors import UserError, did_you_mean
 
 Value = bool | int | float | str
 SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
-LEAST_VMEM_KIB = 2048
+LEAST_VMEM_KIB = 2048  # with 1025 and less the compiler of libtpu 0.0.50.1 crashes on demo-tiny
 
 
 class Group(Record):
@@ -259,6 +260,8 @@ def _override(overrides: dict[str, Value], word: str, version: str) -> None:
             f"compiler_flags: {flag} = '{text}': expected {expected or 'a value'}"
             f"{f', by default {_shown(default)}' if default != '' else ''}."
         )
+    if flag == SCOPED_VMEM:
+        check_least_vmem(value)
     overrides[flag] = value
 
 
@@ -290,8 +293,8 @@ def _merged(chosen: Sequence[Group], overrides: Mapping[str, Value]) -> dict[str
     return merged
 
 
-def check_least_vmem(limit_kib: int) -> None:
-    """Raises UserError for a scoped_vmem_limit_kib at which the compiler crashes; 0 is its own."""
+def check_least_vmem(limit_kib: Any) -> None:
+    """Raises UserError for a scoped_vmem_limit_kib at which the compiler crashes; 0, or below, is its own."""
     if 0 < limit_kib < LEAST_VMEM_KIB:
         raise UserError(
             f"scoped_vmem_limit_kib = {limit_kib}: expected at least {LEAST_VMEM_KIB}, or 0 for the compiler's limit."
