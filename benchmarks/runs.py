@@ -59,7 +59,9 @@ def known_flags(point: dict[str, Any]) -> list[str]:
     """The row's flags that the installed compiler takes on the row's chip."""
     chip = chips.load(point["chip"]).name
     taken: list[str] = []
-    for flag in (point.get("xla_flags") or "").split():
+    # the compiler takes the last of a flag that a row has twice
+    last = {flag.partition("=")[0]: flag for flag in (point.get("xla_flags") or "").split()}
+    for flag in last.values():
         if not flag.startswith("--xla"):
             continue
         try:

@@ -60,6 +60,41 @@ def test_a_byte_order_mark_at_the_start_of_any_toml_file_is_passed_over(tmp_path
     assert "not valid TOML" not in str(found.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["compiler_flags=schedulr"], "unknown group 'schedulr'. Did you mean 'scheduler'"),
+        (["compiler_flags=xla_tpu_no=1"], "has no option 'xla_tpu_no'"),
+        (["scoped_vmem_limit_kib=1"], "scoped_vmem_limit_kib = 1: expected at least"),
+        (["lora_rank=4", "lora_layers=("], r"lora_layers = '\(' is no regular expression"),
+        (
+            ["quantization=int8", "quantization_layers=("],
+            r"quantization_layers = '\(' is no regular expression",
+        ),
+        (["quantization=int8", "quantization_fixed_range=1e7"], "quantization_fixed_range = 1e.07: expected"),
+        (
+            ["quantization=fp8", "quantization_fixed_range=4", "quantization_calibrate_every=2"],
+            "does not go with quantization_fixed_range = 4.0",
+        ),
+        (
+            ["quantization=fp8", "quantization_scaling=tile", "quantization_calibrate_every=2"],
+            "does not go with quantization_scaling = 'tile'",
+        ),
+    ],
+)
+def test_values_that_no_run_takes_are_refused_where_a_config_is_read(overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_config(None, overrides)
+
+
+def test_values_of_a_stored_config_are_not_judged_again():
+    config = load_config(None, ["compiler_flags=scheduler"]).config
+    stored = config.compiler.model_copy(update={"compiler_flags": ("of-an-older-version",)})
+    with_overrides(config.model_copy(update={"compiler": stored}), ["steps=3"])
+    with pytest.raises(UserError, match="unknown group 'of-another'"):
+        with_overrides(config, ["compiler_flags=of-another"])
+
+
 def test_described_config_reads_back_as_the_same_config(tmp_path):
     config = load_config(None, ["steps=9", "ici_tensor_parallelism=2", 'model=a "b"']).config
     path = tmp_path / "run.toml"

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from slicewise.catalog.model import first_problem
-from slicewise.costs import effects
+from slicewise.costs import effects, limits
 from slicewise.costs.adapters import Lora as Adapters
 from slicewise.costs.batch import LARGEST
 from slicewise.costs.layout import ContextExchange
@@ -374,7 +374,7 @@ class LoadedConfig:
 def load_config(path: str | None, overrides: Iterable[str] = ()) -> LoadedConfig:
     """Reads TOML sections from ``path`` (None = all defaults) and applies ``key=value`` overrides.
 
-    Raises UserError for an unreadable file, an unknown or misplaced key, a wrong type or a value out of range.
+    Raises UserError for an unreadable file, an unknown or misplaced key, a wrong type or a value that no run takes.
     """
     sections: dict[str, dict[str, Any]] = {section: {} for section in RunConfig.model_fields}
     origins = dict.fromkeys(SECTION_OF, "default")
@@ -413,6 +413,7 @@ def _validate(
         raise UserError(f"{first_problem(e, RunConfig)} (from {origins.get(key, 'default')})") from e
     here = {key: value for key, value in changed(loaded.config).items() if origins[key] != STORED}
     effects.check_keys(flat(loaded.config), here)
+    limits.check(flat(loaded.config), here)
     return loaded
 
 

@@ -98,13 +98,13 @@ def test_several_slices_do_without_what_is_for_one():
             "v6e",
             "may give wrong results.*use sparsecore",
         ),
-        ("xla_tpu_scoped_vmem_limit_kib=1", "v6e", "set only the key"),
+        ("xla_tpu_scoped_vmem_limit_kib=4096", "v6e", "set only the key"),
         ("no-async-all-reduce", "v6e", "is not on by default on v6e; leave it out"),
     ],
 )
 def test_refuses_what_would_not_compile(asked, chip, message):
     with pytest.raises(UserError, match=message):
-        flags.resolve([asked], chip, 1024, version="0.0.52")
+        flags.resolve([asked], chip, 4096, version="0.0.52")
 
 
 def test_groups_that_exclude_or_contradict_each_other_are_refused(monkeypatch):
@@ -119,6 +119,43 @@ def test_groups_that_exclude_or_contradict_each_other_are_refused(monkeypatch):
         flags.resolve(["dcn-overlap", "other"], "v5p")
     settled = ["dcn-overlap", "other", "xla_tpu_enable_data_parallel_all_reduce_opt=true"]
     assert flags.resolve(settled, "v5p")["xla_tpu_enable_data_parallel_all_reduce_opt"] is True
+
+
+@pytest.mark.parametrize(
+    "flag", ["xla_tpu_scoped_vmem_limit_kib=", "xla_tpu_enable_async_collective_fusion="]
+)
+def test_a_flag_that_is_set_twice_is_refused(flag):
+    values = ("4096", "8192") if "vmem" in flag else ("true", "false")
+    for check in (flags.check_names, lambda asked: flags.resolve(asked, "v6e")):
+        with pytest.raises(UserError, match=f"set twice, to {values[0]} and to {values[1]}; leave one out"):
+            check([f"{flag}{values[0]}", f"--{flag}{values[1]}"])
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("xla_tpu_enable_async_collective_fusion=maybe", "= 'maybe': expected true or false, by default"),
+        ("xla_tpu_enable_async_collective_fusion=1", "= '1': expected true or false"),
+        ("xla_tpu_enable_async_collective_fusion=", "= '': expected true or false"),
+        ("xla_tpu_scoped_vmem_limit_kib=lots", "= 'lots': expected a number, by default -1"),
+        ("xla_tpu_scoped_vmem_limit_kib=true", "= 'true': expected a number"),
+        ("xla_tpu_bf16_emission_mode=", "= '': expected a value"),
+    ],
+)
+def test_a_value_of_another_type_than_the_flag_is_refused(item, message):
+    with pytest.raises(UserError) as error:
+        flags.check_names([item], "0.0.52")
+    assert message in str(error.value)
+
+
+def test_less_vmem_than_a_program_needs_is_refused():
+    for limit in (1, flags.LEAST_VMEM_KIB - 1):
+        with pytest.raises(UserError, match=f"scoped_vmem_limit_kib = {limit}: expected at least"):
+            flags.resolve([], "v6e", limit)
+        with pytest.raises(UserError, match=f"scoped_vmem_limit_kib = {limit}: expected at least"):
+            flags.check_names([f"{flags.SCOPED_VMEM}={limit}"])
+    flags.check_names([f"{flags.SCOPED_VMEM}=-1"])
+    assert flags.resolve([], "v6e", flags.LEAST_VMEM_KIB)[flags.SCOPED_VMEM] == flags.LEAST_VMEM_KIB
 
 
 def test_more_vmem_than_the_chip_has_is_refused():
@@ -158,7 +195,8 @@ def test_explains(name, line):
 
 
 def test_a_default_is_said_of_the_version_that_is_listed():
-    assert "default in libtpu 0.0.52: -1" in flags.explain("xla_tpu_scoped_vmem_limit_kib", "0.0.50.1")
+    said = "default in libtpu 0.0.52 (installed: 0.0.50.1, which the catalog does not list): -1"
+    assert said in flags.explain("xla_tpu_scoped_vmem_limit_kib", "0.0.50.1")
 
 
 def test_explaining_the_unknown_names_the_nearest():
@@ -179,4 +217,4 @@ def test_names_are_checked_also_where_there_is_no_tpu(item, message):
     with pytest.raises(UserError) as error:
         flags.check_names([item])
     assert message in str(error.value)
-    flags.check_names(["scheduler", "no-scheduler", "--xla_tpu_scoped_vmem_limit_kib=3"])
+    flags.check_names(["scheduler", "no-scheduler", "--xla_tpu_scoped_vmem_limit_kib=4096"])

@@ -280,6 +280,7 @@ def test_the_page_without_plotly_says_what_to_install(kept, monkeypatch, tmp_pat
         (["--search", "--check", "a.json"], ["--check does not go with --search"]),
         (["--search", "--trace", "a.json"], ["--trace does not go with --search"]),
         (["--search", "--depth", "full"], ["--depth full does not go with --search"]),
+        (["--depth", "schedule", "--serialize", "a.bin"], ["--depth schedule does not go with --serialize"]),
         (["--search", "--write", __file__], ["config file", "is not TOML"]),
         (["--trace", f"{__file__}/a.json"], ["there is no folder", "make it"]),
         (["--html", "a" * 300], ["--html aaa", "File name too long"]),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax._src import cache_key
+from jax._src import cache_key, compilation_cache
 
 from slicewise.parallel import cluster, compiling
 
@@ -109,3 +109,39 @@ def test_programs_of_all_have_the_key_of_process_0_and_others_their_own(store, a
     compiling.share_cache()
     assert key(BOTH) == first
     assert key(BOTH[2:]) == alone != first
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """JAX's cache in a folder of the test's own."""
+    keys = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {key: getattr(jax.config, key) for key in keys}
+    for key, value in keys.items():
+        jax.config.update(key, value)
+    compilation_cache.reset_cache()
+    yield tmp_path
+    for key, value in before.items():
+        jax.config.update(key, value)
+    compilation_cache.reset_cache()
+
+
+def test_a_damaged_entry_of_the_cache_is_made_again(cache, monkeypatch):
+    """Where JAX alone warns, and a warning is an error here."""
+    monkeypatch.setattr(compilation_cache, compiling._READ, compilation_cache.get_executable_and_time)
+    compiling.mend_cache()
+    compiling.mend_cache()
+
+    def compiled():
+        return jax.jit(lambda x: x * 3 + 1).lower(1.0).compile()
+
+    compiled()
+    (entry,) = cache.glob("*-cache")
+    whole = entry.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], bytes(len(whole))):
+        entry.write_bytes(damaged)
+        assert compiled()(1.0) == 4
+        assert entry.read_bytes()[:2] == whole[:2]
+        assert entry.stat().st_size > len(whole) // 2
+    again = entry.stat().st_mtime_ns
+    compiled()
+    assert entry.stat().st_mtime_ns == again

@@ -51,6 +51,12 @@ def test_a_warm_up_that_outlasts_the_run_is_warned_of():
         assert bool(words) == bool(said)
 
 
+def test_an_estimate_that_no_kernel_uses_is_said():
+    config = load_config(None, [*TINY, "use_max_logits_estimate=0.5"]).config
+    (said,) = choices.notes(config, load("demo-tiny"), mesh(config))
+    assert "use_max_logits_estimate = 0.5 changes nothing here, where attention is 'reference'" in said
+
+
 def test_a_chosen_kernel_that_the_program_lacks_is_an_error():
     choices.check_kernels(("splash",), 'custom_call @tpu_custom_call kernel_name = "splash_mha_fwd"')
     with pytest.raises(UserError, match="does not call the kernel ragged_dot_gmm") as caught:

@@ -57,7 +57,6 @@ def refused(config):
             ["ici_context_parallelism=4", "ici_tensor_parallelism=2", "context_strategy=ulysses"],
             "does not divide kv_heads / tensor parallelism = 1 of demo-tiny",
         ),
-        (["lora_rank=4", "lora_layers=("], r"lora_layers = '\(' is no regular expression"),
         (["lora_rank=4", "lora_layers=wx"], "matches no matrix of demo-tiny; the names are wq, wk"),
         (["model=demo-moe", "lora_rank=4", "lora_layers=moe.*"], "names moe.w_gate, and routed experts take"),
         (
@@ -68,11 +67,6 @@ def refused(config):
             ["ici_pipeline_parallelism=2", "use_qwix_quantization=false", "quantization_calibrate_every=4"],
             "",
         ),
-        (
-            ["quantization=fp8", "quantization_fixed_range=4", "quantization_calibrate_every=2"],
-            "does not go with quantization_fixed_range = 4.0",
-        ),
-        (["quantization=int8", "quantization_fixed_range=1e7"], "quantization_fixed_range = 1e.07: expected"),
         (["model=gpt3-175b", "sequence_length=4096"], "exceeds the 2048 learned positions of gpt3-175b"),
         (["global_batch_size=65536", "sequence_length=65536"], "4,294,967,296 tokens a step: devices count"),
         (["model=NARROW", "ici_fsdp_parallelism=8"], "fsdp parallelism 8 does not divide d_model = 60"),

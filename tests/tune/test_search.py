@@ -148,12 +148,15 @@ def test_both_passes_of_a_kernel_become_one_entry():
     assert tuned.find(KEY, ("a", "b")) == entry.values
 
 
+EXTRA = "xla_tpu_use_tc_device_shape_on_sc=true"
+
+
 def test_changes_of_a_step_stay_where_they_make_it_shorter():
     config = load_config(None, ["remat_policy=full", "compiler_flags=scheduler"]).config
 
     def seconds(c):
         flags = c.compiler.compiler_flags
-        gain = 0.2 * ("native-bf16" in flags) + 0.3 * ("scheduler" not in flags) - 0.1 * ("extra=1" in flags)
+        gain = 0.2 * ("native-bf16" in flags) + 0.3 * ("scheduler" not in flags) - 0.1 * (EXTRA in flags)
         return (
             None if c.model.remat_policy == "none" else 2.0 - gain - 0.5 * (c.model.remat_policy == "minimal")
         )
@@ -161,7 +164,7 @@ def test_changes_of_a_step_stay_where_they_make_it_shorter():
     changes = [
         ("without scheduler", ()),
         ("with native-bf16", ("scheduler", "native-bf16")),
-        ("with extra", ("scheduler", "extra=1")),
+        ("with extra", ("scheduler", EXTRA)),
     ]
     judge = Known(step=seconds)
     policies = [{"remat_policy": name} for name in ("none", "minimal", "save_out_proj")]

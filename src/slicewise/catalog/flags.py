@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from types import MappingProxyType
+from typing import Any
 
 from slicewise.catalog import chips
 from slicewise.catalog.model import Record
@@ -13,6 +14,7 @@ from slicewise.errors import UserError, did_you_mean
 
 Value = bool | int | float | str
 SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
+LEAST_VMEM_KIB = 2048  # with 1025 and less the compiler of libtpu 0.0.50.1 crashes on demo-tiny
 
 
 class Group(Record):
@@ -119,8 +121,8 @@ def resolve(
 ) -> dict[str, Value]:
     """Options for a program on ``chip``, a TPU of the catalog: its default groups, then ``asked`` in order.
 
-    An item is a group, ``no-`` and a default group, or ``flag=value``, with or without leading dashes; the last value
-    of a flag counts, except that groups must agree. A group that is asked for replaces default ones that exclude it.
+    An item is a group, ``no-`` and a default group, or ``flag=value``, with or without leading dashes. A single flag
+    counts over groups, which must agree. A group that is asked for replaces default ones that exclude it.
     ``scoped_vmem_limit_kib`` 0 leaves the compiler's.
     Raises UserError for what is unknown, not for this chip, contradictory or refused by the compiler.
     """
@@ -131,8 +133,7 @@ def resolve(
     for item in asked:
         word = item.strip().lstrip("-")
         if "=" in word:
-            flag, _, value = word.partition("=")
-            overrides[_known(flag, version)] = _parsed(value)
+            _override(overrides, word, version)
         elif (off := word.removeprefix("no-")) in {*names, *can_be_off} and word not in groups():
             names = [name for name in names if name != off]
         elif (group := _group(word, chip)).name not in names:
@@ -154,12 +155,14 @@ def resolve(
 
 
 def check_names(asked: Sequence[str], version: str | None = None) -> None:
-    """Raises UserError for an item of ``asked`` that no chip has."""
+    """Raises UserError for an item of ``asked`` that no chip has, a value that its flag does not take, and a flag that
+    is set twice."""
     version = version or installed()
+    overrides: dict[str, Value] = {}
     for item in asked:
         word = item.strip().lstrip("-")
         if "=" in word:
-            _known(word.partition("=")[0], version)
+            _override(overrides, word, version)
         elif word not in groups() and word.removeprefix("no-") not in groups():
             raise _unknown(word, [*groups(), *(f"no-{name}" for name in groups())])
 
@@ -190,7 +193,11 @@ def explain(name: str, version: str | None = None) -> list[str]:
     default = options(version).get(name)
     lines = [name]
     if default is not None:
-        lines.append(f"default in libtpu {_list_for(version)}: {default or 'left to the compiler'}")
+        listed_version = _list_for(version)
+        other = (
+            f" (installed: {version}, which the catalog does not list)" if listed_version != version else ""
+        )
+        lines.append(f"default in libtpu {listed_version}{other}: {default or 'left to the compiler'}")
     if name == SCOPED_VMEM:
         lines.append("set by the key scoped_vmem_limit_kib, which tiles of kernels follow too")
     for group in groups().values():
@@ -235,6 +242,29 @@ def _known(flag: str, version: str) -> str:
     return flag
 
 
+def _override(overrides: dict[str, Value], word: str, version: str) -> None:
+    """Adds ``flag=value``. Raises UserError for a flag that is unknown or there already, and for a value of another
+    type than its default."""
+    flag, _, text = word.partition("=")
+    default, value = _parsed(options(version)[_known(flag, version)]), _parsed(text)
+    if flag in overrides:
+        raise UserError(
+            f"compiler_flags: {flag} is set twice, to {_shown(overrides[flag])} and to {_shown(value)}; leave one out."
+        )
+    expected = (
+        "true or false" if isinstance(default, bool) else "" if isinstance(default, str) else "a number"
+    )
+    has_type = isinstance(value, bool) == isinstance(default, bool) and not isinstance(value, str)
+    if not text or (expected and not has_type):
+        raise UserError(
+            f"compiler_flags: {flag} = '{text}': expected {expected or 'a value'}"
+            f"{f', by default {_shown(default)}' if default != '' else ''}."
+        )
+    if flag == SCOPED_VMEM:
+        check_least_vmem(value)
+    overrides[flag] = value
+
+
 def _parsed(text: str) -> Value:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -263,7 +293,16 @@ def _merged(chosen: Sequence[Group], overrides: Mapping[str, Value]) -> dict[str
     return merged
 
 
+def check_least_vmem(limit_kib: Any) -> None:
+    """Raises UserError for a scoped_vmem_limit_kib at which the compiler crashes; 0, or below, is its own."""
+    if 0 < limit_kib < LEAST_VMEM_KIB:
+        raise UserError(
+            f"scoped_vmem_limit_kib = {limit_kib}: expected at least {LEAST_VMEM_KIB}, or 0 for the compiler's limit."
+        )
+
+
 def _check_vmem(limit_kib: int, chip: str) -> None:
+    check_least_vmem(limit_kib)
     physical_kib = int(chips.load(chip).vmem_bytes) // 1024
     if limit_kib > physical_kib:
         raise UserError(

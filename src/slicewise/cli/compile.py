@@ -24,7 +24,7 @@ def register(verbs: Verbs) -> None:
     hardware.takes_slice(where)
     how = sub.add_argument_group("how")
     depths = "schedule: order, collectives and memory (default); full: also machine code and its cycles"
-    how.add_argument("--depth", choices=("schedule", "full"), default="schedule", help=depths)
+    how.add_argument("--depth", choices=("schedule", "full"), help=depths)
     how.add_argument("--program", choices=PROGRAMS, default="update", help="of the run (default update)")
     how.add_argument(
         "--timeout", default="1h", metavar="TIME", help="stops the compiler after it (default 1h)"
@@ -60,7 +60,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         return compile_more.search(arguments, loaded, cluster, timeout_s, limit)
     if arguments.program == "restore":
         return compile_more.restore(arguments, config, cluster, timeout_s)
-    depth: Depth = "full" if arguments.serialize else arguments.depth
+    depth: Depth = "full" if arguments.serialize else arguments.depth or "schedule"
     request = Request(config, cluster, arguments.program, depth, bool(arguments.serialize))
     before = compile_more.stored(arguments, request)
     step = analyse(compile_request(request, timeout_s=timeout_s, memory_limit_bytes=limit))

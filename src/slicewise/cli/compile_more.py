@@ -50,6 +50,10 @@ def check_options(arguments: argparse.Namespace) -> None:
         )
     if "search" in given and arguments.depth == "full":
         raise UserError("--depth full does not go with --search, which compiles schedules; leave one out.")
+    if "serialize" in given and arguments.depth == "schedule":
+        raise UserError(
+            "--depth schedule does not go with --serialize, which writes machine code; leave one out."
+        )
     if "write" in given and "search" not in given:
         raise UserError("--write writes what --search finds; add --search.")
     if {"fix", "check"} <= given:

@@ -81,7 +81,7 @@ def compile_program(request: dict[str, Any], directory: Path) -> None:
     part.replace(directory / "facts.json")  # the process that watches must not read half of it
     compiled = lowered.compile()
     if request["serialize"]:
-        (directory / EXECUTABLE).write_bytes(executable.dumps(compiled))
+        (directory / EXECUTABLE).write_bytes(executable.dumps(compiled, config, mesh))
 
 
 def held_arrays(config: Any, mesh: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from slicewise.costs.shapes import model_shape
 from slicewise.errors import ExitCode, UserError
 from slicewise.interop.huggingface import load_spec
 from slicewise.kernels import tuned
+from slicewise.train import identity
 
 Depth = Literal["schedule", "full"]
 POLL_S = 0.05
@@ -43,18 +43,8 @@ SETTINGS = {
     "TPU_STDERR_LOG_LEVEL": "2",
 }
 DUMPS = "--xla_dump_hlo_as_text --xla_dump_compact_gte=false"
-# What decides a program besides the config: a change of any of it is another program.
-SOURCES = ("model", "kernels", "parallel", "train", "catalog")
-RULES = (
-    "adapters.py",
-    "batch.py",
-    "layout.py",
-    "memory.py",
-    "pipeline.py",
-    "remat.py",
-)  # of costs, by which a step is built
+# What decides a program besides the config and what train.identity names: a change of any is another program.
 COMPILING = ("child.py", "compiler.py", "programs.py", "target.py")  # the rest here only reads
-PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "tokamax", "qwix")  # those that are installed
 IRRELEVANT = (
     "run",
     "checkpoint",
@@ -104,7 +94,8 @@ class Request:
             self.serialize,
         ]
         # Settings of kernels that the user tuned for this chip decide as the package's sources do.
-        parts += [versions(), source_digest(), tuned.digest(self.cluster.chip.name)]
+        parts += [identity.versions(), identity.source_digest(), _source_digest()]
+        parts.append(tuned.digest(self.cluster.chip.name))
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -255,22 +246,9 @@ def cache_directory() -> Path:
 
 
 @functools.cache
-def versions() -> dict[str, str]:
-    """Of the packages that decide a program, as installed here."""
-    return {name: version(name) for name in PACKAGES if importlib.util.find_spec(name)}
-
-
-@functools.cache
-def source_digest() -> str:
-    """Of the sources here that decide a program."""
-    root = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    paths = [Path(__file__).with_name(name) for name in COMPILING] + [root / "costs" / name for name in RULES]
-    for folder in SOURCES:
-        paths += sorted((root / folder).rglob("*.py")) + sorted((root / folder).rglob("*.toml"))
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+def _source_digest() -> str:
+    """Of what compiles here."""
+    return identity.digest_of([Path(__file__).with_name(name) for name in COMPILING])
 
 
 def start(request: Request, work: Path, log: Path, flags: str = "") -> subprocess.Popen:

@@ -57,15 +57,20 @@ def check(lora: Lora | None, optimizer_type: str, quantization: str) -> None:
         )
 
 
+def check_pattern(key: str, pattern: str) -> None:
+    """Raises UserError for a ``pattern`` of the names of matrices that is none."""
+    try:
+        re.compile(pattern)
+    except re.error as e:
+        raise UserError(f"{key} = '{pattern}' is no regular expression: {e}.") from e
+
+
 def check_names(lora: Lora, model: str, dense: Sequence[str], routed: Sequence[str]) -> None:
     """Raises UserError for a pattern that is none, that names routed experts, or no matrix of ``model``.
 
     ``dense`` and ``routed`` are the names of its matrices within a layer.
     """
-    try:
-        re.compile(lora.layers)
-    except re.error as e:
-        raise UserError(f"lora_layers = '{lora.layers}' is no regular expression: {e}.") from e
+    check_pattern("lora_layers", lora.layers)
     if lora.layers and (experts := [name for name in routed if lora.adapts(name)]):
         raise UserError(
             f"lora_layers = '{lora.layers}' names {experts[0]}, and routed experts take no adapters;"

@@ -53,16 +53,22 @@ def normed(x: jax.Array, norm: Norm, spec: ModelSpec) -> jax.Array:
     return apart((scaled if norm.bias is None else scaled + norm.bias).astype(x.dtype))
 
 
-@jax.custom_vjp
 def apart(x: jax.Array) -> jax.Array:
     """As it is. What made ``x`` has a backward pass that is not fused into the product that its gradient comes from.
 
-    Such a product would also make sums over tokens or heads, and take up to 1.9 times as long.
+    Such a product would also make sums over tokens or heads. Where two cores share them, as on v5p, it takes up to 1.9
+    times as long; elsewhere it is as fast.
     """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return x if device is None or (device.num_cores or 1) == 1 else _apart(x)
+
+
+@jax.custom_vjp
+def _apart(x: jax.Array) -> jax.Array:
     return x
 
 
-apart.defvjp(lambda x: (x, None), lambda _, grad: (jax.lax.optimization_barrier(grad),))
+_apart.defvjp(lambda x: (x, None), lambda _, grad: (jax.lax.optimization_barrier(grad),))
 
 
 def activate(spec: ModelSpec, gate: jax.Array | None, up: jax.Array) -> jax.Array:

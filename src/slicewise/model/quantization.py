@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from slicewise.costs import scales
+from slicewise.costs.adapters import check_pattern
 from slicewise.errors import UserError
 from slicewise.parallel.rules import partition, unscattered
 
@@ -91,10 +92,7 @@ def of_type(name: str, *, is_gradient: bool) -> Type:
 
 def check(how: Quantization, layers: Any) -> None:
     """Raises UserError for a pattern that is none or that names no matrix of ``layers``, or without qwix."""
-    try:
-        re.compile(how.layers)
-    except re.error as e:
-        raise UserError(f"quantization_layers = '{how.layers}' is no regular expression: {e}.") from e
+    check_pattern("quantization_layers", how.layers)
     if importlib.util.find_spec("qwix") is None:
         raise UserError(f"quantization = '{how.name}' needs qwix; pip install 'slicewise[quantization]'.")
     scales.check(fixed_range=how.fixed_range, calibrate_every=int(how.calibrated), scaling=how.scaling)

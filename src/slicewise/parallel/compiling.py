@@ -1,22 +1,25 @@
-"""The CPU processes of a cluster on one machine compile a program once, and at the next start not at all.
+"""JAX's cache of compiled programs: what is damaged is made again, and processes on one machine share it.
 
-JAX alone would have every process but the first compile everything at every start: only process 0 writes to the cache
-on disk, and on CPUs the key of a program holds the number of the process that asks.
+The CPU processes of a cluster there compile a program once, and at the next start not at all. JAX alone would
+have every process but the first compile everything at every start: only process 0 writes to the cache on disk, and on
+CPUs the key of a program holds the number of the process that asks.
 """
 
 import base64
+import functools
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import cache_key
+from jax._src import cache_key, compilation_cache
 
 from slicewise.parallel import cluster
 
 TIMEOUT_S = 86400  # of a compilation; who waits for a process that is dead is ended by the heartbeats
 _MACHINE = "_hash_accelerator_config"  # what JAX's keys hold of the devices
+_READ = "get_executable_and_time"  # an entry of JAX's cache
 _PREFIX = "slicewise/compiling"
 
 
@@ -70,3 +73,26 @@ def compile_in_turn(
 
 def _processes(devices: Iterable[jax.Device]) -> set[int]:
     return {device.process_index for device in devices}
+
+
+def mend_cache() -> None:
+    """An entry of the cache that cannot be read is removed: its program is compiled again, and kept.
+
+    JAX alone warns of it at each start, and never writes over it.
+    """
+    read = getattr(compilation_cache, _READ, None)
+    if read is None or hasattr(read, "__wrapped__"):  # no public part of JAX; done already
+        return
+
+    @functools.wraps(read)
+    def mended(key: str, options: Any, backend: Any, *more: Any, **named: Any) -> tuple[Any, int | None]:
+        try:
+            return read(key, options, backend, *more, **named)
+        except OSError:  # of the disk, not of what is on it
+            raise
+        except Exception:  # each compression and runtime has its own
+            cache: Any = compilation_cache._get_cache(backend)
+            (cache.path / f"{key}-cache").unlink(missing_ok=True)
+            return None, None
+
+    setattr(compilation_cache, _READ, mended)

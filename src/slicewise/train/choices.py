@@ -139,6 +139,12 @@ def notes(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> list[str]:
             f" reaches {config.optimizer.learning_rate:g}."
         )
     chip = chips.of_device_kind(mesh.devices.flat[0].device_kind)
+    estimate, kernel = config.model.use_max_logits_estimate, kernels(config, spec, mesh)["kernel"].name
+    if estimate and kernel != "splash":
+        found.append(
+            f"use_max_logits_estimate = {estimate:g} changes nothing here, where attention is '{kernel}'; the logits"
+            " above it are counted."
+        )
     how = quantization(config, spec)
     if how and chip and (note := chips.saves_bytes_only(chip, how.name)):
         found.append(note)

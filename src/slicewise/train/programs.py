@@ -14,12 +14,12 @@ from slicewise.train.step import TrainState, TrainStep
 def compile_update(config: RunConfig, step: TrainStep) -> Any:
     """(state, batch) -> (state, metrics), compiled here or read from the file that ``config`` names.
 
-    Raises UserError for a file of another step, and where a kernel that was asked for is not in the program.
+    Raises UserError for a file of another config, and where a kernel that was asked for is not in the program.
     """
     if path := config.compiler.executable:
         from slicewise.train import executable
 
-        return executable.load(path, step)
+        return executable.load(path, config, step.mesh)
     lowered = step.update.lower(step.abstract_state, step.abstract_batch)
     if expected := choices.expected_kernels(config, step.spec, step.mesh):
         choices.check_kernels(expected, lowered.as_text())

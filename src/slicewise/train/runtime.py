@@ -24,6 +24,7 @@ def start() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     cluster.initialize()
     compiling.share_cache()
+    compiling.mend_cache()
 
 
 def _has_accelerator() -> bool:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from slicewise.compile.compiler import IRRELEVANT, source_digest, versions
+from slicewise.compile.compiler import IRRELEVANT
 from slicewise.config import RunConfig
 from slicewise.errors import UserError
 from slicewise.interop.huggingface import load_spec
@@ -19,6 +19,7 @@ from slicewise.kernels.attention.api import chip_of
 from slicewise.kernels.tuned import Judge, Key
 from slicewise.measure import timing
 from slicewise.parallel.cluster import SliceDevices
+from slicewise.train import identity
 from slicewise.tune.kept import Kept, Known
 from slicewise.tune.problems import Problem
 from slicewise.tune.search import DOES_NOT_FIT, Accident
@@ -119,7 +120,7 @@ def _parts(config: RunConfig, devices: SliceDevices) -> list[Any]:
         {name: part for name, part in config.model_dump().items() if name not in IRRELEVANT},
         spec,
         [first.device_kind, *machine, *devices.array.shape, jax.process_count()],
-        [versions(), source_digest(), tuned.digest(chip_of(first)), settings],
+        [identity.versions(), identity.source_digest(), tuned.digest(chip_of(first)), settings],
     ]
 
 
