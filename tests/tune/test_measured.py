@@ -36,5 +36,5 @@ def test_the_time_of_a_step_depends_on_devices_versions_flags_and_config(monkeyp
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--a=b")
     others.append(parts())
     monkeypatch.delenv("LIBTPU_INIT_ARGS")
-    monkeypatch.setattr(measured, "versions", lambda: {"jax": "0.1"})
+    monkeypatch.setattr(measured.identity, "versions", lambda: {"jax": "0.1"})
     assert same not in [*others, parts()]
