@@ -17,7 +17,6 @@ import pytest
 from slicewise import cli
 from slicewise.cli import compile_more
 from slicewise.compile.analysis import analyse
-from slicewise.compile.search import Trial
 from slicewise.config import load_config, with_overrides
 from slicewise.errors import ExitCode, UserError
 
@@ -147,13 +146,12 @@ def test_a_new_file_holds_the_config_that_was_given_with_the_layout_that_was_fou
         "[optimizer]\nlearning_rate = 0.5\n[data]\nsequence_length = 384\n"
     )
     loaded = load_config(str(given), ["model=demo-tiny", "remat_policy=full"])
-    best = Trial(loaded.config, "fsdp 4", None, None, changed={"remat_policy": "minimal"})
     path = tmp_path / "best.toml"
-    assert compile_more._write(str(path), loaded, best) == f"{path}: fsdp 4"
+    said = compile_more.write_found(str(path), loaded, {"remat_policy": "minimal"}, "fsdp 4", "Found.")
+    assert said == f"{path}: fsdp 4"
     written = load_config(str(path)).config
     assert written == with_overrides(loaded.config, ["remat_policy=minimal"])
-    as_given = Trial(loaded.config, "as given", None, None)
-    compile_more._write(str(tmp_path / "same.toml"), loaded, as_given)
+    compile_more.write_found(str(tmp_path / "same.toml"), loaded, {}, "as given", "Found.")
     assert load_config(str(tmp_path / "same.toml")).config == loaded.config
 
 
