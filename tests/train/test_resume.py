@@ -270,8 +270,8 @@ def test_a_cluster_that_is_killed_or_of_which_a_part_is_asked_to_stop_resumes(
     output = cluster_place.preempt_when(
         lambda: cluster_place.has_taken(CLUSTER_EVERY + 2), *CLUSTER, victim=1, env={"JAX_LOG_COMPILES": "1"}
     )
-    found = re.findall(r"(s\dh0) \|.* cache hit for 'jit_update'", output)
-    assert sorted(found) == ["s0h0", "s1h0"], output  # each finds what the first one compiled before
+    found = re.findall(r"(s\dh0) \|.* cache hit for 'jit_", output)
+    assert set(found) == {"s0h0", "s1h0"}, output  # each finds programs that the first one compiled before
     assert "SIGTERM: saves and stops, within 50 s" in output
     assert CLUSTER_EVERY + 2 < stopped_after(output) == cluster_place.completed()[-1] < CLUSTER_STEPS
     cluster_place.kill_when(lambda: "restore ..." in cluster_place.output(), *CLUSTER)

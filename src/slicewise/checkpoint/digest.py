@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from slicewise.parallel.compiling import compile_in_turn
+from slicewise.parallel.compiling import compile_in_turn, lower
 
 GOLDEN_RATIO = 0x9E3779B9  # 2^32 / golden ratio, odd: distinct positions give distinct keys
 
@@ -78,4 +78,4 @@ def _program(key: tuple) -> jax.stages.Compiled:
 
     devices = sorted(key[0][-1].device_set, key=lambda device: device.id)
     name = hashlib.sha256(repr((key, devices)).encode()).hexdigest()
-    return compile_in_turn(f"digests/{name}", jax.jit(all_of).lower(abstract), devices)
+    return compile_in_turn(f"digests/{name}", lower(jax.jit(all_of), abstract), devices)

@@ -7,6 +7,7 @@ CPUs the key of a program holds the number of the process that asks.
 
 import base64
 import functools
+import threading
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ TIMEOUT_S = 86400  # of a compilation; who waits for a process that is dead is e
 _MACHINE = "_hash_accelerator_config"  # what JAX's keys hold of the devices
 _READ = "get_executable_and_time"  # an entry of JAX's cache
 _PREFIX = "slicewise/compiling"
+_lowering = threading.Lock()
 
 
 def share_cache() -> None:
@@ -49,6 +51,16 @@ def share_cache() -> None:
             own(hash_obj, devices)
 
     setattr(cache_key, _MACHINE, shared)
+
+
+def lower(function: Any, *arguments: Any) -> jax.stages.Lowered:
+    """``function.lower(*arguments)`` while no other thread lowers.
+
+    Two that trace at once each make what both call, such as jnp.where, and whose is called where differs from start to
+    start: programs that are the same, but not for the cache. The order in which a run lowers them counts as well.
+    """
+    with _lowering:
+        return function.lower(*arguments)
 
 
 def compile_in_turn(

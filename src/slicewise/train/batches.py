@@ -9,7 +9,7 @@ import numpy as np
 from slicewise.config import RunConfig
 from slicewise.data.loader import BatchLoader
 from slicewise.errors import UserError
-from slicewise.parallel.compiling import compile_in_turn
+from slicewise.parallel.compiling import compile_in_turn, lower
 from slicewise.train.step import TrainStep
 
 
@@ -46,7 +46,7 @@ def to_global(step: TrainStep, rows: Sequence[int], local: dict[str, np.ndarray]
 
 def held_out_loss(config: RunConfig, step: TrainStep, params: Any) -> float:
     """Mean cross-entropy in nats a token over the held-out batches of ``config``. Raises UserError without a token."""
-    lowered = step.evaluate.lower(params, step.abstract_batch)
+    lowered = lower(step.evaluate, params, step.abstract_batch)
     evaluate = compile_in_turn("evaluate", lowered, step.mesh.devices.flat)
     sums = [evaluate(params, batch) for batch in _held_out(config, step)]
     total, count = (sum(float(s[i]) for s in sums) for i in range(2))

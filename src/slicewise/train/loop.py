@@ -204,10 +204,13 @@ class _Run:
             self.stack.callback(writer.close)
         with ThreadPoolExecutor(2) as background:
             loading = background.submit(self._open_loader, restored)
-            initialising = None if state else background.submit(programs.compile_start, self.step, params)
             self.report({"event": "phase", "name": "compile"})
             self.ledger.now("compile")
-            update = programs.compile_update(config, self.step)
+            lowered = programs.lower_update(
+                config, self.step
+            )  # first: the cache knows it by what was traced before
+            initialising = None if state else background.submit(programs.compile_start, self.step, params)
+            update = programs.compile_update(config, self.step, lowered)
             kept = config.checkpoint
             if (kept.checkpoint_every or kept.local_checkpoint_every) and not restored:
                 self.saver.store.prepare(self.step.abstract_state)  # a restore has compiled it already
