@@ -81,7 +81,7 @@ def _belongs_to(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
         "place": _place(mesh),
         "versions": {n: v for n, v in identity.versions().items() if is_tpu or n != "libtpu"},
         "sources": identity.source_digest(),
-        "settings": settings(config, mesh),
+        "settings": _settings(config, mesh),
     }
 
 
@@ -111,7 +111,7 @@ def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str
     return next(different, None)
 
 
-def settings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+def _settings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     """What the update of ``config`` on ``mesh`` is compiled from: every value that enters it, resolved."""
     spec, values = load_spec(config.model.model), flat(config)
     model = {f"the model's {k}": v for k, v in spec.model_dump(exclude={"name", "source"}).items()}
