@@ -101,6 +101,25 @@ def test_weights_are_gathered_in_8_bits(mesh):
     assert set(gathers) == {"s8"}
 
 
+@pytest.mark.parametrize("into", [True, False])
+def test_devices_scale_their_own_part_and_share_a_scale_where_they_gather(into, mesh):
+    """The rows of some are a hundred thousand times smaller than those of others."""
+    x_dims, w_dims, out_dims = (WHOLE, INTO, BY_HEAD) if into else (BY_HEAD, OUT_OF, WHOLE)
+    rows = jax.sharding.reshard(jnp.array([1, 1, 1e-5, 1e-5]), partition("batch"))
+    x = normal(0, x_dims, (4, 8, 64) if into else (4, 8, 4, 16))
+    x = x * rows.reshape(4, *[1] * (x.ndim - 1)).astype(x.dtype)
+    w = normal(1, w_dims, (64, 4, 16) if into else (4, 16, 64))
+    out, contract = partition(*out_dims), 1 if into else 2
+
+    def product(weight):
+        return jax.jit(lambda x, w: linear(x, weight(w), out, contract=contract))(x, w)
+
+    got = np.asarray(product(lambda w: Stored(w, w_dims, Quantization("int8"))))
+    right = np.asarray(product(lambda w: gathered(w, *w_dims)))
+    for row in range(4):
+        assert cosine(got[row], right[row]) >= 0.999
+
+
 @pytest.mark.parametrize(("dtype", "value"), [("float8_e5m2", 1.1), ("float8_e4m3fn", 2e-3), ("int8", 5.3)])
 def test_stochastic_rounding_is_right_on_average(dtype, value, one_device):
     import qwix

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import re
 from pathlib import Path
 
 import jax
@@ -127,6 +128,30 @@ def test_gradients_of_a_layer_point_the_way_of_bfloat16(model, overrides, least,
         assert (got[name] != wanted[name]).any()  # in 8 bits, and not as before
     if ranges:
         assert ranges.keys() == {f"layers.{n}" for n in ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (DENSE, "ici_fsdp_parallelism=4"),
+        (DENSE, "ici_context_parallelism=2"),
+        (DENSE + EXPERTS, "ici_fsdp_parallelism=4"),
+        (DENSE + EXPERTS, "ici_expert_parallelism=2"),
+    ],
+    ids=["dense", "context", "experts", "expert"],
+)
+def test_within_the_layers_no_device_waits_for_the_largest_value_of_another(model, layout, tmp_path):
+    _, step = step_of(tmp_path, model, "quantization=int8", layout)
+    with jax.set_mesh(step.mesh):
+        text = step.update.lower(step.abstract_state, step.abstract_batch).compile().as_text()
+    maxima = re.findall(r"%(\S+) \(.*\{\n(?:  .*\n)*  ROOT .* maximum\(", text)
+    found = [
+        line
+        for name in maxima
+        for line in re.findall(rf".* all-reduce\(.*to_apply=%{re.escape(name)},.*", text)
+    ]
+    assert found  # that of all weights, before the layers
+    assert not [line for line in found if "while/body" in line and re.search(r" = \(?b?f\d+\[[1,]*\]", line)]
 
 
 WIDE = """

@@ -31,7 +31,7 @@ def weights_in(dtype: jnp.dtype) -> Callable[..., Any]:
         if isinstance(w, Packed):
             return checkpoint_name(gathered_packed(w, dims, dtype), GATHERED)
         if isinstance(w, Marked):
-            return Stored(w.weight.astype(dtype), dims, w.how, w.range_2)
+            return Stored(w.weight.astype(dtype), dims, w.how, w.range_2, w.limit)
         return checkpoint_name(gathered(w.astype(dtype), *dims), GATHERED)
 
     def adapter(pair: Adapter | None, dims: tuple[str, ...]) -> Adapter | None:

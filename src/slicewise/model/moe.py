@@ -5,14 +5,13 @@ each choice, in the order of their experts, G experts of a device, S rows of one
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from slicewise.catalog.model import Experts, ModelSpec
 from slicewise.kernels.grouped_matmul.api import REFERENCE, Kernel, grouped_matmul
@@ -21,7 +20,7 @@ from slicewise.model.layers import activate, mlp
 from slicewise.model.linear import linear
 from slicewise.model.lora import Packed, unpacked
 from slicewise.model.params import Layers, Moe, Params
-from slicewise.model.quantization import Marked, Quantization
+from slicewise.model.quantization import Marked
 from slicewise.model.remat import GATHERED, named
 from slicewise.parallel.context import whole_rows
 from slicewise.parallel.expert import Dispatch, mixed
@@ -37,7 +36,9 @@ DIMS = {
     "b_up": ("experts", "mlp"),
     "b_down": ("experts", "activation"),
 }
-Weights = dict[str, Any]  # those of DIMS that the model has: arrays, or quantized_experts.Whole once gathered
+Weights = dict[
+    str, Any
+]  # those of DIMS that the model has: arrays or Marked, quantized_experts.Whole once gathered
 
 
 @jax.tree_util.register_dataclass
@@ -64,9 +65,11 @@ def moe(
     h_BTD = jax.sharding.reshard(h_BTD, partition("batch", "sequence", "activation"))
     choice_BTK, share_BTK, usage = route(w, e, h_BTD, segments_BT > 0)
     given = {name: getattr(w, name) for name in DIMS if getattr(w, name) is not None}
-    how = {name: matrix.how for name, matrix in given.items() if isinstance(matrix, Marked)}
-    routed = {name: _plain(matrix, h_BTD.dtype) for name, matrix in given.items()}
-    specs = {name: jax.typeof(matrix).sharding.spec for name, matrix in routed.items()}
+    routed = {
+        name: unpacked(matrix, h_BTD.dtype) if isinstance(matrix, Packed) else matrix
+        for name, matrix in given.items()
+    }
+    specs = jax.tree.map(lambda matrix: jax.typeof(matrix).sharding.spec, routed)
     out_BTD = mixed(
         h_BTD,
         choice_BTK,
@@ -75,7 +78,7 @@ def moe(
         specs,
         experts=e.experts,
         dispatch=dispatch,
-        prepare=lambda weights: _whole(weights, specs, h_BTD.dtype, how),
+        prepare=lambda weights: _whole(weights, specs, h_BTD.dtype),
         grouped=lambda x_RD, sizes_G, weights: _grouped(weights, spec, x_RD, sizes_G, kernel),
         batched=lambda x_GSD, weights: _batched(weights, spec, x_GSD),
     )
@@ -83,13 +86,6 @@ def moe(
     if w.shared is not None:
         out_BTD = out_BTD + mlp(w.shared, spec, h_BTD, weight, prefix="shared_")
     return out_BTD, usage
-
-
-def _plain(weight: Any, dtype: jnp.dtype) -> jax.Array:
-    """As it is stored; frozen bytes in ``dtype``."""
-    if isinstance(weight, Marked):
-        return weight.weight
-    return unpacked(weight, dtype) if isinstance(weight, Packed) else weight
 
 
 def route(w: Moe, e: Experts, h_BTD: jax.Array, real_BT: jax.Array) -> tuple[jax.Array, jax.Array, Usage]:
@@ -141,29 +137,29 @@ def _usage(chosen_BTKE: jax.Array, probability_BTE: jax.Array, real_BT: jax.Arra
     return Usage(E * (share_BE * probability_BE * real_B1).sum(), chosen_BE.sum(0))
 
 
-def _whole(
-    weights: Weights, specs: Mapping[str, PartitionSpec], dtype: jnp.dtype, how: Mapping[str, Quantization]
-) -> Weights:
+def _whole(weights: Weights, specs: Weights, dtype: jnp.dtype) -> Weights:
     """This device's experts, gathered over the axes that spread them as FSDP does, unless a stage of a pipeline has
     done so; the transpose reduce-scatters.
 
-    Those that ``how`` names travel and are multiplied in 8 bits.
+    Those that are Marked travel and are multiplied in 8 bits.
     """
 
-    def gather(name: str, w: jax.Array) -> Any:
-        w = w.astype(dtype)
+    def gather(name: str, w: Any, spec: Any) -> Any:
+        is_marked = isinstance(w, Marked)
         shared = None
         if "expert_embed" in DIMS[name]:
             dim = DIMS[name].index("expert_embed")
-            shared = None if specs[name][dim] is None else (dim, specs[name][dim])
-        if name in how:
-            return quantized_experts.whole(w, how[name], shared)
+            axes = (spec.weight if is_marked else spec)[dim]
+            shared = None if axes is None else (dim, axes)
+        if is_marked:
+            return quantized_experts.whole(w.weight.astype(dtype), w.limit, w.how, shared)
+        w = w.astype(dtype)
         if shared is None:
             return w
         dim, axes = shared
         return checkpoint_name(jax.lax.all_gather(w, axes, axis=dim, tiled=True), GATHERED)
 
-    return {name: gather(name, w) for name, w in weights.items()}
+    return {name: gather(name, w, specs[name]) for name, w in weights.items()}
 
 
 def _grouped(w: Weights, spec: ModelSpec, x_RD: jax.Array, sizes_G: jax.Array, kernel: Kernel) -> jax.Array:

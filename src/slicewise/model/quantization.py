@@ -2,6 +2,9 @@
 
 Weights are quantised where they are stored, so an all-gather moves one byte a weight, in either pass. Sums are in
 float32 (int32 for int8), gradients of weights in the weights' type. Routed experts are in quantized_experts.py.
+
+Scales wait for no other device where they need not: each has its own for its activations and gradients, since what
+devices add up is scaled before, and those of weights are found for all layers at once, before the first.
 """
 
 import dataclasses
@@ -52,18 +55,20 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Marked:
-    """A stored weight that is to be multiplied in 8 bits.
+    """A stored weight that is to be multiplied in 8 bits; of several layers, everything has a leading L.
 
-    ``range_2`` are the largest activation and weight of the last calibration, of several layers with a leading L; None
-    where scales are each step's own.
+    ``range_2`` are the largest activation and weight of the last calibration, None where scales are each step's own.
+    ``limit`` is the largest weight of this step, of each expert's matrix where it is one of experts; None where it is
+    not known or no scale is made from it.
     """
 
     weight: jax.Array
     range_2: jax.Array | None
     how: Quantization
+    limit: jax.Array | None = None
 
 
-jax.tree_util.register_dataclass(Marked, ["weight", "range_2"], ["how"])
+jax.tree_util.register_dataclass(Marked, ["weight", "range_2", "limit"], ["how"])
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Stored:
     dims: tuple[str, ...]
     how: Quantization
     range_2: jax.Array | None = None
+    limit: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -129,9 +135,24 @@ def marked(
 
 
 def all_marked(params: Any, how: Quantization | None, ranges: Mapping[str, jax.Array] | None) -> Any:
-    """Params with the matrices of all its layers marked."""
+    """Params with the matrices of all its layers marked, and the largest values of all that need them found."""
     if how is None:
         return params
+    params = _all_marked(params, how, ranges)
+    is_own = how.scaling == "tensor" and (how.calibrates or not how.calibrated)
+
+    def found(path: tuple, leaf: Any) -> Any:
+        is_expert = EXPERTS.fullmatch(_name(path)) is not None
+        if not isinstance(leaf, Marked) or how.fixed_range or not (is_own or is_expert):
+            return leaf
+        weight, kept = jax.lax.stop_gradient(leaf.weight), range(1 + is_expert)
+        limit = largest(weight, kept).squeeze(range(len(kept), weight.ndim))
+        return dataclasses.replace(leaf, limit=limit)
+
+    return jax.tree_util.tree_map_with_path(found, params, is_leaf=lambda leaf: isinstance(leaf, Marked))
+
+
+def _all_marked(params: Any, how: Quantization, ranges: Mapping[str, jax.Array] | None) -> Any:
     changed = {
         stack: marked(getattr(params, stack), how, ranges, f"{stack}.")
         for stack in ("layers", "dense_layers")
@@ -146,7 +167,7 @@ def all_marked(params: Any, how: Quantization | None, ranges: Mapping[str, jax.A
 def ranges_of(params: Any, how: Quantization) -> dict[str, jax.Array]:
     """Zeros [L, 2] by name for each stack of matrices whose range is calibrated; routed experts have none."""
     everything = jax.tree_util.tree_leaves_with_path(
-        all_marked(params, how, None), is_leaf=lambda leaf: isinstance(leaf, Marked)
+        _all_marked(params, how, None), is_leaf=lambda leaf: isinstance(leaf, Marked)
     )
     return {
         _name(path): jnp.zeros((leaf.weight.shape[0], 2), jnp.float32)
@@ -157,50 +178,56 @@ def ranges_of(params: Any, how: Quantization) -> dict[str, jax.Array]:
 
 def linear(x: jax.Array, weight: Stored, out_sharding: PartitionSpec, contract: int) -> jax.Array:
     """As model.linear.linear, with ``weight`` [*C, *O] still as it is stored."""
-    return _linear(x, weight.weight, weight.range_2, weight.dims, tuple(out_sharding), contract, weight.how)
+    w = weight
+    return _linear(x, w.weight, w.range_2, w.limit, w.dims, tuple(out_sharding), contract, w.how)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def _linear(
     x: jax.Array,
     weight: jax.Array,
     range_2: jax.Array | None,
+    limit: jax.Array | None,
     dims: tuple,
     out_sharding: tuple,
     contract: int,
     how: Quantization,
 ) -> jax.Array:
     lead, inner = x.ndim - contract, range(contract)
-    x_limit, weight_limit = _limits(range_2, how)
+    x_limit, weight_limit = _limits(range_2, limit, how)
     q_x = _quantized(x, range(lead), how, x_limit)
-    q_weight = _gathered(_quantized(weight, range(contract, weight.ndim), how, weight_limit), dims)
+    q_weight = _gathered(weight, range(contract, weight.ndim), how, weight_limit, dims)
     return _product(q_x, q_weight, (range(lead, x.ndim), inner), out_sharding, x.dtype, how, x.dtype)
 
 
-def _limits(range_2: jax.Array | None, how: Quantization) -> tuple[jax.Array | None, jax.Array | None]:
-    """The largest activation and weight that 8 bits hold, where they are calibrated."""
+def _limits(
+    range_2: jax.Array | None, limit: jax.Array | None, how: Quantization
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The largest activation and weight that 8 bits hold, where they are known."""
     if range_2 is None or how.calibrates:
-        return None, None
+        return None, limit
     return HEADROOM[how.name] * range_2[0], HEADROOM[how.name] * range_2[1]
 
 
-def _forward(x: jax.Array, weight: jax.Array, range_2: jax.Array | None, *how: Any) -> tuple:
-    return _linear(x, weight, range_2, *how), (x, weight, range_2)
+def _forward(
+    x: jax.Array, weight: jax.Array, range_2: jax.Array | None, limit: jax.Array | None, *how: Any
+) -> tuple:
+    return _linear(x, weight, range_2, limit, *how), (x, weight, range_2, limit)
 
 
 def _backward(
     dims: tuple, out_sharding: tuple, contract: int, how: Quantization, saved: tuple, grad: jax.Array
 ) -> tuple:
-    x, weight, range_2 = saved
-    x_limit, weight_limit = _limits(range_2, how)
+    x, weight, range_2, limit = saved
+    x_limit, weight_limit = _limits(range_2, limit, how)
     if how.scaling == "tile":  # which would cross the parts that tokens are scattered in
         grad = unscattered(grad, x, x.ndim - contract)
     lead, outer = range(x.ndim - contract), range(contract, weight.ndim)
     of_grad = range(len(lead), grad.ndim)
-    q_weight = _gathered(_quantized(weight, range(contract), how, weight_limit), dims)
+    q_weight = _gathered(weight, range(contract), how, weight_limit, dims)
     q_x = _quantized(x, range(len(lead), x.ndim), how, x_limit)
     d_x = _product(
-        _together(_quantized(grad, lead, how, is_gradient=True), x, len(lead)),
+        _together(grad, lead, how, x, len(lead)),
         q_weight,
         (of_grad, outer),
         jax.typeof(x).sharding.spec,
@@ -210,7 +237,7 @@ def _backward(
     )
     d_weight = _product(
         q_x,
-        _together(_quantized(grad, of_grad, how, is_gradient=True), x, len(lead)),
+        _together(grad, of_grad, how, x, len(lead)),
         (lead, lead),
         jax.typeof(weight).sharding.spec,
         weight.dtype,
@@ -218,7 +245,7 @@ def _backward(
         x.dtype,
     )
     seen_2 = None if range_2 is None else jnp.stack([largest(y, ()).reshape(()) for y in (x, weight)])
-    return d_x, d_weight, seen_2
+    return d_x, d_weight, seen_2, None
 
 
 _linear.defvjp(_forward, _backward)
@@ -245,10 +272,12 @@ def _quantized(
     limit: jax.Array | None = None,
     *,
     is_gradient: bool = False,
+    alike: Collection[str] = (),
 ) -> Any:
     """``x`` as qwix's QArray for a product that sums over all dims but ``kept``: its scale never varies along those.
 
-    ``limit`` is a scalar, the largest magnitude that is held, where it is not that of ``x``.
+    Each device has scales for its own part of ``x``, the same along the mesh axes ``alike``. ``limit`` is a scalar, the
+    largest magnitude that is held, where it is not that of ``x``.
     """
     import qwix
 
@@ -256,24 +285,45 @@ def _quantized(
     if limit is not None:
         scale = (jnp.maximum(limit, TINY) / kind.largest).reshape((1,) * x.ndim)
         return qwix.QArray(rounded(x, scale, kind), scale)
-    dtype = kind.dtype
+
+    def on_device(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if alike:
+            scale = jax.lax.pmax(largest(x, _varies(kept, how)), tuple(alike)) / kind.largest
+            array = qwix.QArray(rounded(x, scale, kind), scale)
+        else:
+            array = _by_qwix(x, kept, how, kind, is_gradient=is_gradient)
+        if how.stochastic and is_gradient:
+            array = array.replace(qvalue=_rounded_at_random(x, array, kind.dtype))
+        return array.qvalue, array.scale
+
+    if how.scaling == "tile":  # tiles may cross the parts of devices
+        return qwix.QArray(*on_device(x))
+    spec = jax.typeof(x).sharding.spec
+    entries = _entries(spec, x.ndim)
+    own = PartitionSpec(*(tuple(axis for axis in entry if axis not in alike) or None for entry in entries))
+    return qwix.QArray(*jax.shard_map(on_device, in_specs=(spec,), out_specs=(spec, own))(x))
+
+
+def _varies(kept: Collection[int], how: Quantization) -> Collection[int]:
+    """The dims along which a device has several scales."""
+    return kept if how.scaling == "axis" else ()
+
+
+def _by_qwix(x: jax.Array, kept: Collection[int], how: Quantization, kind: Type, *, is_gradient: bool) -> Any:
+    import qwix
+
     method = "absmax"
     if how.fixed_range and not is_gradient:
         method = f"fixed,{-how.fixed_range},{how.fixed_range}"
     summed = [dim for dim in range(x.ndim) if dim not in kept]
-    tiles = {summed[-1]: _tile(x.shape[summed[-1]], how.tile)} if how.scaling == "tile" else {}
-    channels = () if how.scaling == "tensor" else tuple(kept)
-    array = qwix.quantize(
+    return qwix.quantize(
         x,
-        dtype,
-        channelwise_axes=channels,
-        tiled_axes=tiles,
+        kind.dtype,
+        channelwise_axes=() if how.scaling == "tensor" else tuple(kept),
+        tiled_axes={summed[-1]: _tile(x.shape[summed[-1]], how.tile)} if how.scaling == "tile" else {},
         calibration_method=method,
         scale_dtype=jnp.float32,
     )
-    if how.stochastic and is_gradient:
-        array = array.replace(qvalue=_rounded_at_random(x, array, dtype))
-    return array
 
 
 def _tile(size: int, asked: int) -> int:
@@ -311,24 +361,43 @@ def _at_random(y: jax.Array, bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.clip(near, float(info.min), float(info.max)).astype(dtype)
 
 
-def _gathered(array: Any, dims: tuple[str, ...]) -> Any:
-    """``array`` with its embed dim whole on every device: the all-gather moves bytes."""
+def _gathered(
+    weight: jax.Array,
+    kept: Collection[int],
+    how: Quantization,
+    limit: jax.Array | None,
+    dims: tuple[str, ...],
+) -> Any:
+    """``weight`` in 8 bits, with its embed dim whole on every device: the all-gather moves bytes."""
     spec = partition(*("activation" if dim in ("embed", "latent") else dim for dim in dims))
-
-    def gather(x: jax.Array) -> jax.Array:
-        axes = (axis if size > 1 else None for axis, size in zip(spec, x.shape, strict=True))
-        return jax.sharding.reshard(x, PartitionSpec(*axes))
-
-    return jax.tree.map(gather, array)
+    return _relaid(weight, kept, how, spec, limit)
 
 
-def _together(array: Any, x: jax.Array, lead: int) -> Any:
-    """The QArray of a gradient, its first ``lead`` dims laid out as those of ``x``: bytes are gathered, if need be."""
-    ours = jax.typeof(x).sharding.spec[:lead]
+def _together(grad: jax.Array, kept: Collection[int], how: Quantization, x: jax.Array, lead: int) -> Any:
+    """A gradient in 8 bits, its first ``lead`` dims laid out as those of ``x``: bytes are gathered, if need be."""
+    ours, spec = jax.typeof(x).sharding.spec[:lead], jax.typeof(grad).sharding.spec
+    return _relaid(grad, kept, how, PartitionSpec(*ours, *spec[lead:]), is_gradient=True)
 
-    def gather(y: jax.Array) -> jax.Array:
-        axes = (axis if size > 1 else None for axis, size in zip(ours, y.shape[:lead], strict=True))
-        return jax.sharding.reshard(y, PartitionSpec(*axes, *jax.typeof(y).sharding.spec[lead:]))
+
+def _relaid(
+    x: jax.Array,
+    kept: Collection[int],
+    how: Quantization,
+    spec: PartitionSpec,
+    limit: jax.Array | None = None,
+    *,
+    is_gradient: bool = False,
+) -> Any:
+    """``x`` in 8 bits and gathered to ``spec``, with one scale for what is gathered."""
+    had, now = (_entries(s, x.ndim) for s in (jax.typeof(x).sharding.spec, spec))
+    dims = [] if how.scaling == "tile" else [dim for dim in range(x.ndim) if dim not in _varies(kept, how)]
+    ways = jax.sharding.get_abstract_mesh().shape
+    alike = [axis for dim in dims for axis in had[dim] if axis not in now[dim] and ways[axis] > 1]
+    array = _quantized(x, kept, how, limit, is_gradient=is_gradient, alike=alike)
+
+    def gather(part: jax.Array) -> jax.Array:
+        axes = (axis if size > 1 else None for axis, size in zip(spec, part.shape, strict=True))
+        return jax.sharding.reshard(part, PartitionSpec(*axes))
 
     return jax.tree.map(gather, array)
 

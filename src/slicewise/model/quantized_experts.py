@@ -34,18 +34,20 @@ jax.tree_util.register_dataclass(Whole, ["values_GIO", "scale_G", "carrier_GIO"]
 Shared = tuple[int, Any]  # the dim of matrices that is divided, and the mesh axes that divide it
 
 
-def whole(w_GIO: jax.Array, how: Quantization, shared: Shared | None) -> Whole:
+def whole(w_GIO: jax.Array, limit_G: jax.Array | None, how: Quantization, shared: Shared | None) -> Whole:
     """This device's part of the matrices, in the compute type, as bytes, gathered as ``shared`` says (None = whole).
 
-    Call it inside shard_map; the transpose reduce-scatters the gradient.
+    ``limit_G`` is the largest weight of each, where it is known. Call it inside shard_map; the transpose
+    reduce-scatters the gradient.
     """
-    limit_G = largest(jax.lax.stop_gradient(w_GIO), (0,))
     if how.fixed_range:
-        limit_G = jnp.full_like(limit_G, how.fixed_range)
-    if shared is not None:
-        limit_G = jax.lax.pmax(limit_G, shared[1])
-        limit_G = jax.lax.pcast(limit_G, shared[1], to="varying")
-    scale_G = limit_G.reshape(-1) / of_type(how.name, is_gradient=False).largest
+        limit_G = jnp.full(len(w_GIO), how.fixed_range, jnp.float32)
+    elif limit_G is None:
+        limit_G = largest(jax.lax.stop_gradient(w_GIO), (0,)).reshape(-1)
+        limit_G = limit_G if shared is None else jax.lax.pmax(limit_G, shared[1])
+    varying = tuple(jax.typeof(w_GIO).mat.varying - jax.typeof(limit_G).mat.varying)
+    limit_G = jax.lax.pcast(limit_G, varying, to="varying") if varying else limit_G
+    scale_G = limit_G / of_type(how.name, is_gradient=False).largest
     values_GIO = rounded(
         jax.lax.stop_gradient(w_GIO), scale_G[:, None, None], of_type(how.name, is_gradient=False)
     )
