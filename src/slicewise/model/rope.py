@@ -58,6 +58,18 @@ def tables(spec: ModelSpec, positions_BT: jax.Array) -> list[tuple[jax.Array, ja
 
 def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """``x`` with each pair (i, i + H/2) turned by its token's angle; computed in float32."""
-    cos, sin = (t[:, :, None, :] for t in table)
-    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return _turned(x_BTNH, *table)
+
+
+@jax.custom_vjp
+def _turned(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
+    a, b = (half.astype(jnp.float32) for half in jnp.split(x_BTNH, 2, axis=-1))
+    cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+# The gradient is turned back. (Transposed automatically it would be written in float32 between.)
+_turned.defvjp(
+    lambda x, cos, sin: (_turned(x, cos, sin), (cos, sin)),
+    lambda table, grad: (_turned(grad, table[0], -table[1]), None, None),
+)
