@@ -39,7 +39,6 @@ PEERS = (
     Peer("llama3-8b", "v5p:2x2x4", 1, 4, 113, 1.99, 20.75, 6.09e9),
     Peer("llama3-8b", "v5p:2x2x2", 2, 4, 187, 2.37, 29.77, 5.01e9),
     Peer("llama3-8b", "v6e:4x4", 1, 2, 229, 2.28, 14.90, 2.90e9),
-    # Compiled again later, the peer takes 8.10 GB there, and 5.83 GB with one sequence: its cycles may be of one too.
     Peer("llama3-8b", "v6e:16x16", 1, 2, 433, 2.12, 5.89, 1.69e9),
     Peer("llama2-70b", "v5p:4x4x4", 2, 2, 396, 2.76, 41.18, 2.21e10),
 )

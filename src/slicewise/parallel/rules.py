@@ -1,12 +1,15 @@
 """The one table from logical dims of arrays to mesh axes, and the checks that a model fits a mesh."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
+from slicewise.catalog.chips import of_device_kind
 from slicewise.catalog.model import ModelSpec
 from slicewise.costs import columns
 from slicewise.costs.experts import check_divided
@@ -34,6 +37,9 @@ RULES: Mapping[str, str | tuple[str, ...]] = {
     "tokens": ("context", "tensor"),  # the tokens of the residual stream: see residual
 }
 PIPELINE = "pipeline"
+# Chips on which matrices of heads stay as they are gathered: by the compiler's cycles a step of Llama 3 8B is 4 % and
+# 9 % shorter there, on v5e and v5p 0.5 % and 1.4 % longer.
+AS_GATHERED = frozenset({"v6e", "tpu7x"})
 STAGE_AXES = ("pipeline", "data", "fsdp", "expert", "context")  # that a stage's code is mapped over
 FSDP_DIMS = ("embed", "latent", "expert_embed")  # of weights, what fully sharded data parallelism divides
 # dims that no axis divides
@@ -85,7 +91,28 @@ def gathered(weight: jax.Array, *dims: str) -> jax.Array:
     The transpose, in the backward pass, is the reduce-scatter of the gradient.
     """
     whole = ("activation" if dim in ("embed", "latent") else dim for dim in dims)
-    return jax.sharding.reshard(weight, partition(*whole))
+    return as_gathered(jax.sharding.reshard(weight, partition(*whole)), weight)
+
+
+def as_gathered(whole: jax.Array, weight: jax.Array) -> jax.Array:
+    """``whole``, in the order in which the gather of ``weight`` leaves it: the dim that was divided outermost.
+
+    Else the compiler turns over the matrices of heads in every layer and pass of the chips AS_GATHERED.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    chip = of_device_kind(device.device_kind) if device else None
+    if whole.ndim < 3 or chip is None or chip.name not in AS_GATHERED:
+        return whole
+    had, has = (jax.typeof(x).sharding.spec for x in (weight, whole))
+    divided = [dim for dim, (a, b) in enumerate(zip(had, has, strict=True)) if _ways(a) > _ways(b)]
+    rest = [dim for dim in range(whole.ndim) if dim not in divided]
+    return with_layout_constraint(whole, Layout((*divided, *rest))) if divided else whole
+
+
+def _ways(entry: Any) -> int:
+    """That an entry of a PartitionSpec divides a dim in."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
 
 
 def unstacked(stack: jax.Array, by: int) -> jax.Array:
