@@ -154,6 +154,30 @@ def test_within_the_layers_no_device_waits_for_the_largest_value_of_another(mode
     assert not [line for line in found if "while/body" in line and re.search(r" = \(?b?f\d+\[[1,]*\]", line)]
 
 
+@pytest.mark.parametrize("scaling", ["tensor", "axis", "tile"])
+def test_a_fixed_range_is_the_same_in_every_layout(scaling, tmp_path):
+    how = ["quantization=int8", "quantization_fixed_range=2", f"quantization_scaling={scaling}"]
+    alone, _ = gradients(tmp_path, ONE_LAYER, *how)
+    divided, _ = gradients(tmp_path, ONE_LAYER, *how, "ici_fsdp_parallelism=4")
+    for name, right in alone.items():
+        assert cosine(divided[name].ravel(), right.ravel()) >= 0.999, name
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        (ONE_LAYER.replace("kv_heads = 2", "kv_heads = 1"), ["ici_fsdp_parallelism=4"]),
+        (ONE_LAYER, ["global_batch_size=1", "ici_context_parallelism=4"]),
+    ],
+    ids=["head", "row"],
+)
+@pytest.mark.parametrize("scaling", ["tensor", "axis"])
+def test_one_head_of_keys_or_one_row_is_no_other_case(model, overrides, scaling, tmp_path):
+    _, step = step_of(tmp_path, model, "quantization=int8", f"quantization_scaling={scaling}", *overrides)
+    with jax.set_mesh(step.mesh):
+        jax.eval_shape(step.update, step.abstract_state, step.abstract_batch)
+
+
 WIDE = """
 name = "wide-layer"
 source = "this test"

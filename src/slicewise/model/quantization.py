@@ -204,6 +204,8 @@ def _limits(
     range_2: jax.Array | None, limit: jax.Array | None, how: Quantization
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """The largest activation and weight that 8 bits hold, where they are known."""
+    if how.fixed_range:
+        return (jnp.float32(how.fixed_range),) * 2
     if range_2 is None or how.calibrates:
         return None, limit
     return HEADROOM[how.name] * range_2[0], HEADROOM[how.name] * range_2[1]
@@ -291,7 +293,7 @@ def _quantized(
             scale = jax.lax.pmax(largest(x, _varies(kept, how)), tuple(alike)) / kind.largest
             array = qwix.QArray(rounded(x, scale, kind), scale)
         else:
-            array = _by_qwix(x, kept, how, kind, is_gradient=is_gradient)
+            array = _by_qwix(x, kept, how, kind)
         if how.stochastic and is_gradient:
             array = array.replace(qvalue=_rounded_at_random(x, array, kind.dtype))
         return array.qvalue, array.scale
@@ -309,19 +311,15 @@ def _varies(kept: Collection[int], how: Quantization) -> Collection[int]:
     return kept if how.scaling == "axis" else ()
 
 
-def _by_qwix(x: jax.Array, kept: Collection[int], how: Quantization, kind: Type, *, is_gradient: bool) -> Any:
+def _by_qwix(x: jax.Array, kept: Collection[int], how: Quantization, kind: Type) -> Any:
     import qwix
 
-    method = "absmax"
-    if how.fixed_range and not is_gradient:
-        method = f"fixed,{-how.fixed_range},{how.fixed_range}"
     summed = [dim for dim in range(x.ndim) if dim not in kept]
     return qwix.quantize(
         x,
         kind.dtype,
         channelwise_axes=() if how.scaling == "tensor" else tuple(kept),
         tiled_axes={summed[-1]: _tile(x.shape[summed[-1]], how.tile)} if how.scaling == "tile" else {},
-        calibration_method=method,
         scale_dtype=jnp.float32,
     )
 
@@ -395,11 +393,12 @@ def _relaid(
     alike = [axis for dim in dims for axis in had[dim] if axis not in now[dim] and ways[axis] > 1]
     array = _quantized(x, kept, how, limit, is_gradient=is_gradient, alike=alike)
 
-    def gather(part: jax.Array) -> jax.Array:
-        axes = (axis if size > 1 else None for axis, size in zip(spec, part.shape, strict=True))
-        return jax.sharding.reshard(part, PartitionSpec(*axes))
-
-    return jax.tree.map(gather, array)
+    of_scale = PartitionSpec(
+        *(e if size > 1 else None for e, size in zip(now, array.scale.shape, strict=True))
+    )
+    return array.replace(
+        qvalue=jax.sharding.reshard(array.qvalue, spec), scale=jax.sharding.reshard(array.scale, of_scale)
+    )
 
 
 def _product(
