@@ -36,9 +36,8 @@ DIMS = {
     "b_up": ("experts", "mlp"),
     "b_down": ("experts", "activation"),
 }
-Weights = dict[
-    str, Any
-]  # those of DIMS that the model has: arrays or Marked, quantized_experts.Whole once gathered
+# Those of DIMS that the model has: arrays or Marked, quantized_experts.Whole once gathered.
+Weights = dict[str, Any]
 
 
 @jax.tree_util.register_dataclass

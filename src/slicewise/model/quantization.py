@@ -176,9 +176,8 @@ def ranges_of(params: Any, how: Quantization) -> dict[str, jax.Array]:
     }
 
 
-def linear(x: jax.Array, weight: Stored, out_sharding: PartitionSpec, contract: int) -> jax.Array:
-    """As model.linear.linear, with ``weight`` [*C, *O] still as it is stored."""
-    w = weight
+def linear(x: jax.Array, w: Stored, out_sharding: PartitionSpec, contract: int) -> jax.Array:
+    """As model.linear.linear, with the weight ``w`` [*C, *O] still as it is stored."""
     return _linear(x, w.weight, w.range_2, w.limit, w.dims, tuple(out_sharding), contract, w.how)
 
 

@@ -37,13 +37,13 @@ RULES: Mapping[str, str | tuple[str, ...]] = {
     "tokens": ("context", "tensor"),  # the tokens of the residual stream: see residual
 }
 PIPELINE = "pipeline"
-# Chips on which matrices of heads stay as they are gathered: by the compiler's cycles a step of Llama 3 8B is 4 % and
-# 9 % shorter there, on v5e and v5p 0.5 % and 1.4 % longer.
-AS_GATHERED = frozenset({"v6e", "tpu7x"})
 STAGE_AXES = ("pipeline", "data", "fsdp", "expert", "context")  # that a stage's code is mapped over
 FSDP_DIMS = ("embed", "latent", "expert_embed")  # of weights, what fully sharded data parallelism divides
 # dims that no axis divides
 WHOLE = frozenset({"layers", "position", "slots", "activation", "head_dim", "lora"})
+# Chips on which matrices of heads stay as they are gathered: by the compiler's cycles a step of Llama 3 8B is 4 % and
+# 9 % shorter there, on v5e and v5p 0.5 % and 1.4 % longer.
+AS_GATHERED = frozenset({"v6e", "tpu7x"})
 
 
 def partition(*dims: str) -> PartitionSpec:

@@ -206,9 +206,8 @@ class _Run:
             loading = background.submit(self._open_loader, restored)
             self.report({"event": "phase", "name": "compile"})
             self.ledger.now("compile")
-            lowered = programs.lower_update(
-                config, self.step
-            )  # first: the cache knows it by what was traced before
+            # First: the cache knows it by what was traced before.
+            lowered = programs.lower_update(config, self.step)
             initialising = None if state else background.submit(programs.compile_start, self.step, params)
             update = programs.compile_update(config, self.step, lowered)
             kept = config.checkpoint
